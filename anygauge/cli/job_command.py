@@ -19,7 +19,7 @@ from anygauge.launch.run_directory import (
 
 
 class Action(enum.StrEnum):
-    """What to do with it."""
+    """What the command does with a job."""
 
     STATUS = "status"
     FOLLOW = "follow"

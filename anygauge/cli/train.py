@@ -45,7 +45,7 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Fine-tune a model as described in a run file."""
-    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     if not dry_run:
         from anygauge.launch.foreign import find_launch
 
@@ -68,9 +68,9 @@ def train(
                 raise
     request = read_request(run_file, set_, flags, need_device=not dry_run)
     if dry_run:
-        from anygauge.cli.dry_run import show
+        from anygauge.cli.dry_run import show_dry_run
 
-        show(request, plan=plan, force=force)
+        show_dry_run(request, plan=plan, force=force)
         return
     raise typer.Exit(_start(request, quiet=quiet, plan_memory=plan, force=force))
 
@@ -99,7 +99,7 @@ def launch(
     quiet: QuietOption = False,
 ) -> None:
     """Start a run through its launcher and follow it, or write what the launcher would do."""
-    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     described = dry_run or render is not None
     if not described:
         _refuse_a_rank()
@@ -110,14 +110,14 @@ def launch(
 
         write_plan(without_checks(request), render)
     elif dry_run:
-        from anygauge.cli.dry_run import show
+        from anygauge.cli.dry_run import show_dry_run
 
-        show(request, plan=plan, force=force)
+        show_dry_run(request, plan=plan, force=force)
     else:
         raise typer.Exit(_start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
 
 
-def _flags(
+def _flag_fields(
     backend: str | None,
     devices: int | None,
     nodes: int | None,

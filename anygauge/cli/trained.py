@@ -18,8 +18,8 @@ from anygauge.util.text import did_you_mean
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection
 
-SHOWN = 8
-EMPTY = (
+MAX_FOLDERS = 8
+EMPTY_ANSWER = (
     "the answer is empty: the model ended it with its first token. The model may expect another "
     "prompt format (try --raw) or need more training; a --temperature above 0 samples other tokens"
 )
@@ -83,7 +83,7 @@ def generate(
             stop_ids=stop_ids,
         )
     if not text.strip():
-        Console(stderr=True).print(EMPTY)
+        Console(stderr=True).print(EMPTY_ANSWER)
 
 
 def merge(
@@ -235,7 +235,7 @@ def fetch_model(section: ModelSection) -> None:
 
 
 def _refuse_no_folder(model: str) -> None:
-    """PrepareAnswer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
+    """Refuse a path that is not there; a name such as ``owner/name`` may be on the hub.
 
     Raises:
         UsageError: names what is there instead.
@@ -248,7 +248,7 @@ def _refuse_no_folder(model: str) -> None:
     there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if in_a_folder else []
     near = did_you_mean(folder.name, there)
     if there and not near:
-        near = f"; {folder.parent} has {', '.join(there[:SHOWN])}"
+        near = f"; {folder.parent} has {', '.join(there[:MAX_FOLDERS])}"
     raise UsageError(
         f"{model}: {what} (looked at {folder.absolute()}){near}; give a run directory, a model "
         "folder, or a name of the hub such as owner/name"

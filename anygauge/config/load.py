@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import kind_of_run
-from anygauge.config.document import NotYaml, read_yaml
+from anygauge.config.document import NotYaml, read_document, read_yaml
 from anygauge.config.layers import read_command_line, read_files
 from anygauge.config.paths import (
     CACHE,
@@ -21,7 +21,7 @@ from anygauge.config.paths import (
     paths_in,
     resolve_paths,
 )
-from anygauge.config.problems import empty_sections, explain
+from anygauge.config.problems import empty_sections, explain_errors
 from anygauge.config.resolved import absolute_paths
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
@@ -39,6 +39,7 @@ def load_run_file(
     *,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    text: str | None = None,
 ) -> RunFile:
     """Reads and checks a run file; whether data and models exist is left to `check_paths`.
 
@@ -51,6 +52,7 @@ def load_run_file(
         flags: values of options of their own by dotted path; None where an option is not given.
         environ: variables for paths; left out: those of the process.
         cwd: what `output` and paths of the command line are relative to; left out: the process's.
+        text: what will stand in the run file; None: it is read.
 
     Raises:
         RunFileError: naming every problem that was found, with file and line.
@@ -59,8 +61,10 @@ def load_run_file(
     cwd = Path.cwd() if cwd is None else cwd
     problems: list[Problem] = []
     if isinstance(source, str | os.PathLike):
-        name = os.fspath(source)
-        root = read_files(cwd / source, name, environ, problems)
+        name, root = os.fspath(source), None
+        if text is not None:
+            root = read_document(cwd / source, name, problems, text)
+        root = read_files(cwd / source, name, environ, problems, root=root)
     else:
         name = source.origin("").label if isinstance(source, RunFile) else "run"
         root = read_values(source, Origin(name, None, cwd), problems)
@@ -75,7 +79,7 @@ def load_run_file(
     try:
         found = kind.annotation.model_validate(kind.values(root), strict=True)
     except ValidationError as error:
-        problems += [each for each in explain(error, root, kind) if each.path not in read]
+        problems += [each for each in explain_errors(error, root, kind) if each.path not in read]
     if problems:
         raise run_file_error(name, problems)
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}

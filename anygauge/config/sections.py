@@ -69,7 +69,7 @@ class ModelSection(Section):
     new_tokens_init: Literal["mean", "normal"] = Field(
         "mean",
         description="Initial embedding rows of new tokens: the mean of the existing rows, or drawn "
-        "by the seed from a normal distribution with their mean and covariance.",
+        "with their mean and covariance.",
     )
     quantize: Literal["nf4", "int8"] | QuantizeSection | None = Field(
         None, description="Quantize linear layers while they are read: a type, or a section."
@@ -86,7 +86,7 @@ class ModelSection(Section):
         return self
 
 
-def _expression(text: str) -> str:
+def _check_regex(text: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what may mean something else in a later Python
@@ -96,9 +96,9 @@ def _expression(text: str) -> str:
     return text
 
 
-def _targets(value: str | list[str]) -> str | list[str]:
+def _check_targets(value: str | list[str]) -> str | list[str]:
     try:
-        return _expression(value) if isinstance(value, str) and value != "all-linear" else value
+        return _check_regex(value) if isinstance(value, str) and value != "all-linear" else value
     except ValueError as error:
         raise ValueError(
             f"{error}; valid: all-linear, a list of the last parts of layer names, or one regular "
@@ -106,8 +106,8 @@ def _targets(value: str | list[str]) -> str | list[str]:
         ) from None
 
 
-_Expression = Annotated[str, AfterValidator(_expression)]
-_Targets = Annotated[str | list[str], AfterValidator(_targets)]
+_Expression = Annotated[str, AfterValidator(_check_regex)]
+_Targets = Annotated[str | list[str], AfterValidator(_check_targets)]
 
 
 class AdapterGroup(Section):
@@ -151,8 +151,8 @@ class AdapterSection(Section):
     )
     target_parameters: list[str] = Field(
         default_factory=list,
-        description="Parameters that are not the weight of a linear layer or embedding, by the "
-        "last parts of their names, such as experts.gate_up_proj of a mixture of experts.",
+        description="Other parameters than a layer's weight, by the last parts of their names, "
+        "such as experts.gate_up_proj.",
     )
     start_from: str | None = Field(
         None,
@@ -170,18 +170,18 @@ class AdapterSection(Section):
     )
     modules_to_save: list[str] = Field(
         default_factory=list,
-        description="Modules that are trained whole and saved beside the factors, by the ends of "
-        "their names, such as mlp.gate for routers, or embed_tokens.",
+        description="Modules that are trained and saved whole, by the ends of their names, such as "
+        "mlp.gate for routers, or embed_tokens.",
     )
 
     @property
-    def given(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file gives."""
+    def own_fields(self) -> frozenset[str]:
+        """The fields that `start_from` decides and the run file gives."""
         return _DECIDED_BY_START & self.model_fields_set
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file does not give."""
+        """The fields that `start_from` decides and the run file does not give."""
         return _DECIDED_BY_START - self.model_fields_set
 
 
@@ -258,7 +258,7 @@ class CheckpointingSection(Section):
 
 
 def recomputation(given: bool | CheckpointingSection) -> Activations:
-    """What ``train.gradient_checkpointing`` says of decoder layers."""
+    """Read ``train.gradient_checkpointing`` for decoder layers."""
     if isinstance(given, bool):
         return Activations(every=int(given))
     return Activations(every=given.every, selective=given.selective)
@@ -290,7 +290,7 @@ class TrainSection(Section):
     activation_offloading: bool = Field(
         False,
         description="Keep what layers save for backward in the host's memory until backward needs "
-        "it; weights stay where they are.",
+        "it.",
     )
     router_aux_loss_coef: NonNegativeNumber = Field(
         0.0,
@@ -306,8 +306,8 @@ class TrainSection(Section):
     log_every: Positive = Field(1, description="Steps between lines of metrics.")
     throughput_warmup_steps: NonNegative = Field(
         3,
-        description="First steps, and first after resuming, that tokens_per_s of the summary "
-        "leaves out: a device may compile in them. Metrics of every step are kept.",
+        description="First steps, also after resuming, that the summary's tokens_per_s leaves out: "
+        "a device may compile in them.",
     )
     system_every_s: NonNegativeNumber = Field(
         10.0, description="Seconds between samples of host, process and device; 0: none."

@@ -14,7 +14,7 @@ from typing import Any
 
 import yaml
 
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 TAG = "tag:yaml.org,2002:"
 _INT = re.compile(r"[-+]?(?:0|[1-9][0-9_]*|0x[0-9a-fA-F_]+|0b[01_]+)$")
@@ -61,7 +61,7 @@ def _represent_other(dumper: yaml.SafeDumper, value: Any) -> yaml.Node:
         return dumper.represent_data(int(value))
     if isinstance(value, numbers.Real):
         return dumper.represent_data(float(value))
-    got = f"got {short(repr(value))} ({type(value).__name__}), expected what YAML has: "
+    got = f"got {shorten(repr(value))} ({type(value).__name__}), expected what YAML has: "
     raise ValueError(got + "texts, numbers, true, false, null, lists and mappings")
 
 

@@ -17,7 +17,8 @@ from typing import Any, Self
 
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.launch.attempt import SIGNALS
-from anygauge.launch.view import GLANCE_S, View, fail, show_stopped, where_logs_are
+from anygauge.launch.run_directory import logs_of
+from anygauge.launch.view import GLANCE_S, View, explain, show_stopped, where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
 
@@ -103,7 +104,7 @@ class Ending:
         elif self.state == "cancelled":
             errors.print(self.text)
         elif self.state == "failed":
-            fail(errors, self.text)
+            explain(errors, self.text)
         if self.state in ("cancelled", "failed"):
             errors.print(f"logs: {where_logs_are(run_directory)}", soft_wrap=True)
         return self.status
@@ -133,7 +134,7 @@ def follow(
     view = View(console, quiet)
     with nullcontext(signals) if signals else Signals() as taken:
         taken.end_with(running)
-        ended = _watch(running, view, taken.received)
+        ended = _show_events(running, view, taken.received)
         if ended is None:
             console.print(f"to follow it again: anygauge job follow {run_directory}")
             return Ending(state="left")
@@ -144,7 +145,8 @@ def follow(
         status = 128 + received[0]
         return Ending(state="cancelled", status=status, text=text, signals=received)
     if not ended:
-        text = "the agent died before it could report; see agent0.log"
+        log = logs_of(Path(run_directory)) / "agent0.log"
+        text = f"the agent died before it could report; see {log}"
         return Ending(state="failed", status=1, text=text)
     text, kind = str(ended.get("cause") or ""), str(ended.get("kind") or "")
     if state == "stopped":
@@ -157,23 +159,23 @@ def follow(
     return Ending(state="failed", status=status, text=text, kind=kind, signals=received)
 
 
-def _watch(running: RunningJob, view: View, signals: list[int]) -> Event | None:
+def _show_events(running: RunningJob, view: View, signals: list[int]) -> Event | None:
     """Show what happens; returns how the job ended, empty where nobody reported that, None where it
     was left to itself."""
     ended: Event = {}
     handled = len(signals)
-    stream = _stream(running)
+    stream = _stream_events(running)
     try:
-        with view.live():
+        with view.drawn_bar():
             if handled:
-                view.line(view.ending, "notice")
+                view.line(view.request_effect, "notice")
             for event in stream:
                 if len(signals) > handled:
-                    if running.record is not None and _leave(running, signals, view):
+                    if running.record is not None and _leaves_job(running, signals, view):
                         return None
                     handled = len(signals)
                     if handled:
-                        text = view.ending if handled == 1 else "killing the ranks"
+                        text = view.request_effect if handled == 1 else "killing the ranks"
                         view.line(text, "notice")
                 if event is None:
                     continue
@@ -191,7 +193,7 @@ def _watch(running: RunningJob, view: View, signals: list[int]) -> Event | None:
     return ended
 
 
-def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
+def _leaves_job(running: RunningJob, signals: list[int], view: View) -> bool:
     """What a signal means for a job that can run on by itself: True to leave it."""
     if signals[-1] != signal.SIGINT:
         return True
@@ -206,7 +208,7 @@ def _leave(running: RunningJob, signals: list[int], view: View) -> bool:
     return answer == "d"
 
 
-def _stream(running: RunningJob) -> Iterator[Event | None]:
+def _stream_events(running: RunningJob) -> Iterator[Event | None]:
     """The events, with None now and then while none arrives.
 
     A thread reads them: a signal in the middle of a read then loses nothing, and a terminal that

@@ -26,13 +26,13 @@ _LONGEST_S = 1e12
 _CLOSED = ConfigDict(extra="forbid")
 
 
-def _signal(number: int) -> int:
+def _check_signal(number: int) -> int:
     return int(signal.Signals(number))
 
 
 Time = Annotated[float, Strict(), Field(gt=-_LONGEST_S, lt=_LONGEST_S)]
 ExitStatus = Annotated[int, Strict(), Field(ge=0, lt=256)]
-SignalNumber = Annotated[int, Strict(), AfterValidator(_signal)]
+SignalNumber = Annotated[int, Strict(), AfterValidator(_check_signal)]
 
 TEXT = TypeAdapter[str](Text)
 TIME = TypeAdapter[float](Time)
@@ -117,14 +117,14 @@ class JobOutcome:
 
 
 def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
-    """One outcome from the reports of all nodes; the coordinator writes that of a lost node."""
+    """Make one outcome of all nodes' reports; the coordinator writes that of a lost node."""
     if all(report.ok for report in reports):
         return JobOutcome(state="ok", exit_status=0)
     if all(report.stopped is not None for report in reports):
         text = next((report.stopped for report in reports if report.stopped), "")
         return JobOutcome(state="stopped", exit_status=STOPPED, cause=text)
     failures = [failure for report in reports for failure in report.failures]
-    first = min(failures, key=_order, default=None)
+    first = min(failures, key=_cause_order, default=None)
     requests = [
         (r.signalled_at, r.signum or signal.SIGTERM)
         for r in reports
@@ -153,7 +153,7 @@ def stopped_text(event: Mapping[str, Any]) -> str:
     return f"stopped at request after step {event.get('step')}; checkpoint: {event['checkpoint']}"
 
 
-def _order(failure: JobFailure) -> tuple[float, bool, int]:
+def _cause_order(failure: JobFailure) -> tuple[float, bool, int]:
     """The earliest caused the others; of two at the same time, a death by signal."""
     return (failure.time, not failure.by_signal, -1 if failure.rank is None else failure.rank)
 
@@ -164,7 +164,7 @@ RecordT = TypeVar("RecordT")
 
 
 def field_of(message: Mapping[str, Any], name: str, kind: TypeAdapter[RecordT]) -> RecordT:
-    """One field; None where it is missing and may be.
+    """Read one field; None where it is missing and may be.
 
     Raises:
         ValueError: it is not what it must be; names it.

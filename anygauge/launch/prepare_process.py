@@ -74,7 +74,7 @@ def begin_again(request: PrepareRequest, answers: int) -> NoReturn:
 
 
 def main() -> int:
-    """PrepareAnswer one request; returns the exit status, which is 0 if an answer was given."""
+    """Answer one request; returns the exit status, which is 0 if an answer was given."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     request = PrepareRequest.model_validate_json(sys.stdin.buffer.read())
@@ -86,7 +86,7 @@ def main() -> int:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     stages = Stages(request, events)
     try:
-        if request.fetches:
+        if request.needs_fetch:
             stages.fetch()
             if request.stages:
                 begin_again(request.model_copy(update={"fetched": True}), answers)

@@ -98,7 +98,7 @@ def load_for_inference(
 def quantization_of(
     section: ModelSection, adapter: Path | None, dtype: torch.dtype
 ) -> tuple[QuantizeSection | None, torch.dtype]:
-    """How the base is to be quantized, and from which type: as the adapter's record says, if any.
+    """Return how to quantize the base, and from which type: by the adapter's record, if any.
 
     Raises:
         ModelError: the record cannot be read.

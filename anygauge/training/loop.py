@@ -70,11 +70,11 @@ class Loop:
         """
         steps = self.batches.steps
         pending, checkpoints = self.pending, self.checkpoints
-        if self._due(self.start) and not self.logger.history.evaluated(self.start):
+        if self._due(self.start) and not self.logger.history.has_evaluation(self.start):
             self.evaluate(self.start)
         with Prefetcher(self.batches.step, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
             for index in range(self.start, steps):
-                self.progress.at(f"step {index + 1}, forward and backward")
+                self.progress.enter(f"step {index + 1}, forward and backward")
                 pending.begin()
                 tokens = self._loss_tokens(index)
                 batches = ahead.get(index)
@@ -100,7 +100,7 @@ class Loop:
             return (), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
         run_step = self.to_device.run_step
         loss_sums = run_step(self.engine, index, batches, self.loss_function, tokens)
-        self.progress.at(f"step {index + 1}, update")
+        self.progress.enter(f"step {index + 1}, update")
         return loss_sums, self.engine.update(lr, self.settings.max_grad_norm)
 
     def _loss_tokens(self, index: int) -> int:
@@ -128,7 +128,7 @@ class Loop:
 
     def evaluate(self, done: int) -> dict[str, float]:
         """Mean loss per loss token of each evaluation set, after `done` steps."""
-        self.progress.at(f"evaluation after step {done}")
+        self.progress.enter(f"evaluation after step {done}")
         losses = {}
         for name, (batches, tokens) in self.evaluations.items():
             sums = self.engine.evaluate(map(self.to_device, batches), self.loss_function)

@@ -19,7 +19,7 @@ from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
 from anygauge.models.export import atomic_folder, check_whole, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
-from anygauge.models.verify import Verification, no_room, probe_tokens, proving, verify
+from anygauge.models.verify import Verification, failing_safely, no_room, probe_tokens, verify
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.materialize import materialize
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
@@ -39,7 +39,7 @@ METRICS = "metrics.jsonl"
 NO_CHECKPOINTS = "none to resume from; set checkpoint.every to have them"
 
 
-def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
+def save_result(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     """Write the adapter, or the whole model where all weights were trained; returns the summary.
 
     Every rank must call it: the strategy gathers, and the trained model answers a probe.
@@ -62,8 +62,8 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
     with atomic_folder(folder) as part:
         if run.adapter is None:
             check_whole(trained, shapes)
-            whole = {**untrained(prepared, trained, compute), **trained}
-            whole = prepared.factory.published(whole, compute)
+            whole = {**untrained_weights(prepared, trained, compute), **trained}
+            whole = prepared.factory.export(whole, compute)
             config, files = prepared.factory.config, prepared.result_files
             save_model(whole, config, part, dtype=compute, files=files)
         else:
@@ -77,14 +77,14 @@ def save(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
                 dtype=prepared.precision.param_dtype,
                 first=prepared.factory.first_factors,
             )
-        with proving(folder.name):
-            verified = _verified(prepared, logits, part, folder.name)
+        with failing_safely(folder.name):
+            verified = _verify(prepared, logits, part, folder.name)
             summary = _summary(job, prepared, folder, verified)
-            card.write(part, run, facts(prepared, rank, summary))
+            card.write_card(part, run, card_facts(prepared, rank, summary))
     return summary
 
 
-def untrained(
+def untrained_weights(
     prepared: PreparedRun, trained: Mapping[str, Tensor], dtype: torch.dtype
 ) -> dict[str, Tensor]:
     """The weights that a run left as they were, from where it had them; on the host."""
@@ -111,7 +111,7 @@ def trained_logits(prepared: PreparedRun) -> Tensor | None:
     return None if logits is None else logits[:, : ids.shape[1]]
 
 
-def _verified(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:
+def _verify(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:
     run = prepared.run
     if logits is None:
         off = run.adapter is not None and not run.adapter.verify
@@ -183,8 +183,8 @@ def losses_of(metrics: Path) -> dict[str, list[tuple[int, float]]]:
     return lines
 
 
-def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Facts:
-    """What a model card says beyond the run file."""
+def card_facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Facts:
+    """Return what a model card states beyond the run file."""
     return card.Facts(
         device=str(prepared.loop.backend.placement.device),
         backend=summary["backend"],
@@ -200,11 +200,11 @@ def facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> card.Fa
         evaluations=summary["evaluations"],
         curve=loss_curve(losses_of(Path(summary["saved"]).with_name(METRICS))),
         verified=summary["verified"],
-        versions=versions(prepared.spec),
+        versions=used_versions(prepared.spec),
     )
 
 
-def versions(strategy: StrategySpec) -> dict[str, str]:
+def used_versions(strategy: StrategySpec) -> dict[str, str]:
     """Python, and the packages that decide a result: those of the strategy, too."""
     found = {"python": platform.python_version(), "platform": platform.platform()}
     for package in (*PACKAGES, *strategy.distributions):

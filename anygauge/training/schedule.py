@@ -31,7 +31,7 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
 
 
 def peak_advice(steps: int, peak: float, schedule: ScheduleSection) -> str | None:
-    """What to say and to set where the run ends within its warmup; None where it does not."""
+    """Return advice where the run ends within its warmup; None where it does not."""
     if steps > warmup_steps(steps, schedule):
         return None
     field = "warmup_steps" if schedule.warmup_steps else "warmup_ratio"

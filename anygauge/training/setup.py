@@ -15,7 +15,7 @@ from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
     EvaluationBatches,
     Layout,
-    Prepared,
+    PreparedRows,
     advice,
     describe_rows,
     prepare,
@@ -91,7 +91,7 @@ class PreparedRun:
     factory: CausalModelFactory
     result_files: ResultFiles
     precision: Precision
-    data: Prepared
+    data: PreparedRows
     choices: Mapping[str, Any]
     identity: Mapping[str, Any]
 

@@ -1,4 +1,4 @@
-"""What ranks and their supervisors report while a job runs: one JSON object per line.
+"""Events of ranks and their supervisors while a job runs: one JSON object per line.
 
 A rank writes to the pipe whose number is in `EVENTS_FD`; its supervisor passes every line on and
 adds its own events; an agent writes both to its standard output. Whoever follows the job reads a
@@ -55,6 +55,11 @@ def message_event(text: str, level: str = "info") -> dict[str, Any]:
     return {"event": "message", "time": time.time(), "text": text, "level": level}
 
 
+def ended_event(state: str, exit_status: int, cause: str) -> dict[str, Any]:
+    """How a job ended, from whoever follows it, where no agent reports it."""
+    return {"event": "ended", "state": state, "exit_status": exit_status, "cause": cause}
+
+
 class EventWriter:
     """Writes events as lines to a file descriptor; to nowhere if it is None. Thread-safe."""
 
@@ -69,7 +74,7 @@ class EventWriter:
         descriptor = os.environ.get(EVENTS_FD)
         return cls(int(descriptor) if descriptor else None, rank)
 
-    def failed(self, error: BaseException) -> int:
+    def report_failure(self, error: BaseException) -> int:
         """Report the error that ends a rank; returns the exit status."""
         for_user = isinstance(error, AnygaugeError)
         status = error.exit_status if isinstance(error, AnygaugeError) else 1

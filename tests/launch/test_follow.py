@@ -21,8 +21,8 @@ from anygauge.interface import STOPPED, JobState
 from anygauge.launch.follow import Signals, follow
 from anygauge.launch.view import View, evaluation_line, step_line, summary_lines
 from anygauge.util.console import Console
-from anygauge.util.text import size
-from tests.helpers.child_processes import PATIENCE_S, alive, as_in_a_terminal, until
+from anygauge.util.text import format_bytes
+from tests.helpers.child_processes import PATIENCE_S, alive, begin, until
 from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 
 STEP = {
@@ -58,10 +58,7 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any],
-    terminal: bool = False,
-    width: int = 120,
-    **options: Any,
+    *events: Mapping[str, Any], terminal: bool = False, width: int = 120, **options: Any
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     found = follow(
@@ -84,11 +81,11 @@ EVALUATED = {"name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
         (step_line, {"step": 1, "loss": 1.0, "mfu": 0.412}, "step 1  loss 1.0000  mfu 41.2%"),
         (step_line, {"step": 1, "loss": 1.0, "mfu": None}, "step 1  loss 1.0000"),
         (evaluation_line, EVALUATED, "eval at step 5  loss 2.0000  perplexity 7.39"),
-        (size, 0, "0 B"),
-        (size, 1023, "1023 B"),
-        (size, 1536, "1.5 KiB"),
-        (size, 3 * 2**20, "3.0 MiB"),
-        (size, 2**40, "1.0 TiB"),
+        (format_bytes, 0, "0 B"),
+        (format_bytes, 1023, "1023 B"),
+        (format_bytes, 1536, "1.5 KiB"),
+        (format_bytes, 3 * 2**20, "3.0 MiB"),
+        (format_bytes, 2**40, "1.0 TiB"),
         (summary_lines, None, []),
     ],
 )
@@ -309,13 +306,8 @@ def test_a_signal_answers_the_question_before_a_line_does(monkeypatch: pytest.Mo
 
 def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:
     script = write_script(folder, ranks)
-    return subprocess.Popen(
-        [sys.executable, FAKE_CLI, script, folder / "a run", str(len(ranks)), grace],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=as_in_a_terminal,
-    )
+    program = (sys.executable, FAKE_CLI, script)
+    return begin(folder / "a run", len(ranks), grace, program=program)
 
 
 def test_a_terminal_that_takes_no_text_stops_nobody(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from anygauge.interface import AnygaugeError, Counters
 from anygauge.training.checkpoints import manager as module
 from anygauge.training.checkpoints.checkpoint_files import Checkpoint, write_checkpoint
 from anygauge.training.checkpoints.manager import find_checkpoint
-from anygauge.training.checkpoints.sound import complaint_about
+from anygauge.training.checkpoints.sound import find_defect
 from tests.helpers.checkpoints import ALONE, RECORD, a_manager, exported, write
 from tests.helpers.runs import run_file, trained_here
 
@@ -22,7 +22,7 @@ from tests.helpers.runs import run_file, trained_here
 @pytest.mark.parametrize("shard_bytes", [1, 2**30])
 def test_what_is_written_is_read_back(shard_bytes: int, tmp_path: Path) -> None:
     folder = write(tmp_path / "step-00000003", shard_bytes=shard_bytes)
-    assert complaint_about(folder) is None
+    assert find_defect(folder) is None
     opened = Checkpoint(folder)
     assert (opened.step, opened.counters) == (3, Counters(updates=3))
     assert opened.names() == ["layer.0.weight", "layer.1.weight"]
@@ -54,14 +54,14 @@ def test_a_full_disk_leaves_nothing_and_says_so(tmp_path: Path) -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
         signal.signal(signal.SIGXFSZ, handler)
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000002"]
-    assert complaint_about(earlier) is None
+    assert find_defect(earlier) is None
 
 
 def test_writing_a_step_again_replaces_it(tmp_path: Path) -> None:
     folder = write(tmp_path / "step-00000003")
     (folder / "stray").touch()
     write(folder)
-    assert complaint_about(folder) is None
+    assert find_defect(folder) is None
     assert not (folder / "stray").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["step-00000003"]
 

@@ -1,4 +1,4 @@
-"""One checkpoint: written to a folder, opened, and put into the model that a run builds.
+"""Writes a checkpoint to a folder, opens it, and puts it into the model that a run builds.
 
 ====================  =============================================================================
 ``checkpoint.json``   step, counters, what a run that resumes from here must have in common with
@@ -51,7 +51,7 @@ from anygauge.training.checkpoints.sound import (
     read_record,
 )
 from anygauge.util.files import flush, part_of, usual_mode
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 ADAPTER = "adapter"
 SHARD_BYTES = 2 * 2**30
@@ -78,7 +78,7 @@ def write_checkpoint(
         exported: (parameter name, key, whole tensor), read to its end.
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
-        rank_states: see `gathered`; read to its end.
+        rank_states: see `gather_all`; read to its end.
         export_adapter: given a folder and the trained parameters, writes them in peft's format.
 
     Raises:
@@ -92,14 +92,14 @@ def write_checkpoint(
         folder.parent.mkdir(exist_ok=True)  # not the run directory: it was there
         temporary.mkdir()
         parameters: dict[str, Tensor] = {}
-        named = _named(exported, None if export_adapter is None else parameters)
+        named = _named_tensors(exported, None if export_adapter is None else parameters)
         _write_shards(temporary, STATE, named, shard_bytes)
         _write_shards(temporary, RANK_STATE, rank_states, shard_bytes)
         if export_adapter is not None:
             export_adapter(temporary / ADAPTER, parameters)
         states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
         _save(states, temporary / RNG)
-        text = json.dumps(finite({"format": FORMAT, **record}), indent=2, allow_nan=False)
+        text = json.dumps(json_values({"format": FORMAT, **record}), indent=2, allow_nan=False)
         (temporary / RECORD).write_text(text + "\n")
         size = _seal(temporary)
         # A run trains a step again only where its checkpoint is not sound.
@@ -151,7 +151,7 @@ class Checkpoint:
             return file.get_tensor(entry)
 
     def rng(self, rank: int) -> dict[str, Tensor]:
-        """One rank's generator states; empty where there was no such rank."""
+        """Return one rank's generator states; empty where there was no such rank."""
         return _of_rank([self.folder / RNG], rank)
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
@@ -230,7 +230,7 @@ class ResumedFactory:
         return kept
 
 
-def gathered(
+def gather_all(
     own: Mapping[str, Tensor], contents: Contents, rank: int, collectives: Collectives
 ) -> Iterator[tuple[str, Tensor]]:
     """(``RANK/NAME``, tensor on the host) of all ranks, one after another, for rank 0, which writes
@@ -256,7 +256,7 @@ def gathered(
                 yield f"{source}/{name}", tensor
 
 
-def _named(
+def _named_tensors(
     exported: Exported, parameters: dict[str, Tensor] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """``KEY/NAME`` and the tensor; collects parameters, where they are wanted."""

@@ -20,10 +20,10 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Backend, Collectives, Engine, HasRankState
-from anygauge.training.checkpoints.checkpoint_files import Checkpoint, gathered, write_checkpoint
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint, gather_all, write_checkpoint
 from anygauge.training.checkpoints.identity import (
-    Finished,
     FinishedError,
+    FinishedRun,
     changed_settings,
     check_length,
     check_same_run,
@@ -32,12 +32,12 @@ from anygauge.training.checkpoints.identity import (
 from anygauge.training.checkpoints.sound import (
     FOLDER,
     checkpoints_in,
-    complaint_about,
+    find_defect,
     read_record,
     refusal_of,
 )
 from anygauge.util.files import part_of
-from anygauge.util.text import describe, finite
+from anygauge.util.text import describe, json_values
 
 NEVER, AUTO = "never", "auto"
 USUAL_S = 15 * 60.0
@@ -45,7 +45,7 @@ USUAL_S = 15 * 60.0
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+    """Return where a run keeps the checkpoint of a step."""
     return run_directory / FOLDER / f"step-{step:08}"
 
 
@@ -86,7 +86,7 @@ class CheckpointManager:
         """
         found: list[list[Any]] = []
         if self.rank == 0:
-            tidy(self.run_directory)
+            remove_leftovers(self.run_directory)
             found = losses_in(self.run_directory)
         # Whether a loss is among the best decides whether all ranks write, so they must agree.
         everyone = self.backend.collectives.gather_objects(found)
@@ -123,7 +123,7 @@ class CheckpointManager:
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept any more."""
-        loss = finite(loss)
+        loss = json_values(loss)
         exported = self.engine.export_state()
         counters = self.engine.counters()
         states = {n: s.contiguous() for n, s in self.backend.placement.rng_state().items()}
@@ -136,7 +136,7 @@ class CheckpointManager:
         contents = self.backend.collectives.gather_objects(
             [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in own.items()]
         )
-        rank_states = gathered(own, contents, self.rank, self.backend.collectives)
+        rank_states = gather_all(own, contents, self.rank, self.backend.collectives)
         if self.rank:
             for _ in itertools.chain(exported, rank_states):
                 pass  # exporting is collective; rank 0 receives the tensors
@@ -162,15 +162,15 @@ class CheckpointManager:
         self.losses[step] = loss
         self._prune()
 
-    def _best(self) -> list[int]:
+    def _best_steps(self) -> list[int]:
         """Steps of the checkpoints with the lowest losses, best first."""
         scored = sorted((loss, step) for step, loss in self.losses.items() if loss is not None)
         return [step for _, step in scored[: self.section.keep_best]]
 
     def _among_best(self, loss: float | None) -> bool:
-        if finite(loss) is None or not self.section.keep_best:
+        if json_values(loss) is None or not self.section.keep_best:
             return False
-        best = self._best()
+        best = self._best_steps()
         if len(best) < self.section.keep_best:
             return True
         worst = self.losses[best[-1]]
@@ -179,7 +179,7 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         newest = sorted(self.losses)[-self.section.keep_last :]
-        keep = {*newest, *self._best()}
+        keep = {*newest, *self._best_steps()}
         for step in set(self.losses) - keep:
             del self.losses[step]
             if self.rank == 0:
@@ -195,12 +195,12 @@ def losses_in(run_directory: Path) -> list[list[Any]]:
 
     An incomplete one is neither listed nor removed.
     """
-    sound = (p for p in checkpoints_in(run_directory) if complaint_about(p, contents=False) is None)
+    sound = (p for p in checkpoints_in(run_directory) if find_defect(p, contents=False) is None)
     records = map(read_record, sound)
     return [[record["step"], record["loss"]] for record in records]
 
 
-def tidy(run_directory: Path) -> None:
+def remove_leftovers(run_directory: Path) -> None:
     """Remove what a process left that was killed while it wrote or removed a checkpoint."""
     for path in (run_directory / FOLDER).glob(".step-*.part"):
         if path.is_symlink() or not path.is_dir():
@@ -210,7 +210,7 @@ def tidy(run_directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumePoint:
     """What a run resumes from.
 
     Attributes:
@@ -221,12 +221,12 @@ class Resumed:
 
     checkpoint: Checkpoint | None
     skipped: tuple[str, ...] = ()
-    finished: Finished | None = None
+    finished: FinishedRun | None = None
 
 
 def find_checkpoint(
     resume: str, run_directory: Path, rank: int, collectives: Collectives
-) -> Resumed:
+) -> ResumePoint:
     """The checkpoint that ``checkpoint.resume`` asks for; every rank calls it and gets the same.
 
     Only rank 0 looks for it and checks the sums of its files.
@@ -238,19 +238,19 @@ def find_checkpoint(
         AnygaugeError: the folder that was named is not a sound checkpoint.
     """
     if resume == NEVER:
-        return Resumed(None)
-    mine = _search(resume, run_directory) if rank == 0 else None
+        return ResumePoint(None)
+    mine = _find_resumable(resume, run_directory) if rank == 0 else None
     folder, skipped, failure, report = collectives.gather_objects(mine)[0]
     if failure is not None:
         raise AnygaugeError(failure)
-    return Resumed(
+    return ResumePoint(
         None if folder is None else Checkpoint(Path(folder)),
         tuple(skipped),
-        None if report is None else Finished(folder=run_directory, report=report),
+        None if report is None else FinishedRun(folder=run_directory, report=report),
     )
 
 
-def _search(resume: str, run_directory: Path) -> list[Any]:
+def _find_resumable(resume: str, run_directory: Path) -> list[Any]:
     """[folder, what was skipped, why nothing can be resumed, report of a finished run]."""
     skipped: list[str] = []
     if resume != AUTO:
@@ -259,7 +259,7 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
     done = finished_run(run_directory)
     report = None if done is None else dict(done.report)
     for folder in checkpoints_in(run_directory):
-        complaint = complaint_about(folder)
+        complaint = find_defect(folder)
         if complaint is None:
             return [str(folder), skipped, None, report]
         skipped.append(f"{FOLDER}/{folder.name} is skipped: {complaint}")
@@ -267,7 +267,7 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
 
 
 def check_resumed(
-    resumed: Resumed,
+    resumed: ResumePoint,
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
     steps: int,
