@@ -51,7 +51,7 @@ class JobFailure:
         exit_status: what the job should exit with.
         final: another attempt would fail in the same way: the message is for the user.
         lost: a node that sends no heartbeats any more.
-        kind: see `AnygaugeError.kind`; "" where it is not for the user.
+        error_kind: see `AnygaugeError.kind`; "" where it is not for the user.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -63,7 +63,7 @@ class JobFailure:
     exit_status: ExitStatus = 1
     final: Flag = False
     lost: Flag = False
-    kind: Text = ""
+    error_kind: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +103,7 @@ class JobOutcome:
         cause: in words, where it is not ok.
         final: another attempt would not help.
         rendezvous: where the ranks of the next attempt meet.
-        kind: of the failure that is the cause.
+        error_kind: of the failure that is the cause.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -113,7 +113,7 @@ class JobOutcome:
     cause: Text | None = None
     final: Flag = True
     rendezvous: Text = ""
-    kind: Text = ""
+    error_kind: Text = ""
 
 
 def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
@@ -142,7 +142,11 @@ def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
         return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
     status = first.exit_status
     return JobOutcome(
-        state="failed", exit_status=status, cause=first.text, final=first.final, kind=first.kind
+        state="failed",
+        exit_status=status,
+        cause=first.text,
+        final=first.final,
+        error_kind=first.error_kind,
     )
 
 

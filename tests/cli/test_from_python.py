@@ -199,11 +199,11 @@ def test_an_error_of_a_rank_keeps_its_class(tmp_path: Path) -> None:
 
     reader, writer = os.pipe()
     with os.fdopen(reader, "rb") as lines, os.fdopen(writer):
-        EventWriter(writer, 0).failed(Narrow("loss is nan"))
+        EventWriter(writer, 0).report_failure(Narrow("loss is nan"))
         event = read_event(lines.readline())
     assert event is not None
     report = NodeReport(node_rank=0, host="a", failures=(reported_failure(0, event, 1.0),))
-    assert error_class(resolve_outcome([report]).kind) is NonFiniteLossError
+    assert error_class(resolve_outcome([report]).error_kind) is NonFiniteLossError
 
 
 def interrupt(folder: Path, signum: int) -> None:

@@ -14,7 +14,7 @@ from anygauge.cli.from_python import set_options
 from anygauge.config.document import NotYaml, read_yaml
 from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
-from anygauge.config.tree import Origin, plain
+from anygauge.config.tree import Origin, plain_value
 from anygauge.interface import RunFileError, UsageError
 from tests.config.test_run_file_messages import BLOCKS
 
@@ -67,7 +67,7 @@ def test_a_wrong_dict_gets_the_messages_of_its_file(folder, minimal):
         base = [line for line in minimal.splitlines() if line.partition(":")[0] not in sections]
         text = "\n".join([*base, given])
         of_file = folder.refuse(text)
-        values = plain(read_yaml(text, Origin("run.yaml", 1, folder.path), []))
+        values = plain_value(read_yaml(text, Origin("run.yaml", 1, folder.path), []))
         of_dict = refused(values, cwd=folder.path, environ={})
         assert sorted(map(without_places, of_dict)) == sorted(map(without_places, of_file))
 
@@ -96,7 +96,7 @@ def test_values_of_an_object_say_where_they_were_written(folder):
         "  run.yaml:3: train.steps: is odd",
     ]
     assert "--set train.seed=1: train.seed: is odd" in str(changed.error("train.seed", "is odd"))
-    assert not changed.sets("train.epochs") and changed.sets("train.steps")
+    assert not changed.has_value("train.epochs") and changed.has_value("train.steps")
 
 
 def test_what_scripts_have_is_read(folder):
