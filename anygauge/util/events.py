@@ -17,11 +17,13 @@ epoch) and, from ranks, ``rank``.
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``stopped``           asked to end, the rank has done so; rank 0 adds ``step`` and ``checkpoint``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
-                      ``exit_status``; sent before the rank closes its connections, so that it
-                      precedes the failures which it causes in others
+                      ``kind`` (see `AnygaugeError.kind`), ``exit_status``; sent before the rank
+                      closes its connections, so that it precedes the failures which it causes in
+                      others
 ``rank_exited``       from the supervisor: ``rank``, ``code`` (negative: signal), ``log`` (path)
 ``ended``             from the supervisor, last: ``state`` (``ok``, ``failed``, ``cancelled``,
-                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words)
+                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words) and
+                      its ``kind``
 ====================  =============================================================================
 """
 
@@ -53,6 +55,11 @@ def message_event(text: str, level: str = "info") -> dict[str, Any]:
     return {"event": "message", "time": time.time(), "text": text, "level": level}
 
 
+def ended_event(state: str, exit_status: int, cause: str) -> dict[str, Any]:
+    """How a job ended, from whoever follows it, where no agent reports it."""
+    return {"event": "ended", "state": state, "exit_status": exit_status, "cause": cause}
+
+
 class EventWriter:
     """Writes events as lines to a file descriptor; to nowhere if it is None. Thread-safe."""
 
@@ -73,7 +80,9 @@ class EventWriter:
         status = error.exit_status if isinstance(error, AnygaugeError) else 1
         name = type(error).__name__
         text = str(error).strip() or name
-        self.send("failed", error=name, message=text, for_user=for_user, exit_status=status)
+        kind = error.kind if isinstance(error, AnygaugeError) else ""
+        fields = {"message": text, "for_user": for_user, "kind": kind, "exit_status": status}
+        self.send("failed", error=name, **fields)
         return status
 
     def send(self, event: str, **fields: Any) -> None:
