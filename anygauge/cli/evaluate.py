@@ -131,4 +131,5 @@ def _start(run: RunFile, folder: Path, overrides: list[str]) -> int:
         typer.echo(wrap_for_stream(f"note: {note}", sys.stderr), err=True)
     plan = request.render_plan(asked)
     with submit.submit_job(asked, plan, resuming=False) as (running, signals):
-        return follow(running, run_directory=asked.job.run_directory, quiet=True, signals=signals)
+        ending = follow(running, run_directory=asked.job.run_directory, quiet=True, signals=signals)
+        return ending.show(asked.job.run_directory)

@@ -240,8 +240,8 @@ def test_a_deterministic_run_says_so_to_torch(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"train": STOPPING}, "'train.early_stopping' needs rows to evaluate on"),
-        (BEST, "'checkpoint.result: best' needs rows to evaluate on"),
+        ({"train": STOPPING}, "'train.early_stopping' needs evaluations during the run"),
+        (BEST, "'checkpoint.result: best' needs evaluations during the run"),
         (
             {"train": STOPPING, "data": {"eval_fraction": 0.2}},
             "'train.early_stopping' needs evaluations during the run; set 'train.eval_every'",
