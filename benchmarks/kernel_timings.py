@@ -30,7 +30,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from anygauge.interface import Backend
-from anygauge.kernels.choose import choose_kernels, load_kernel, unfit
+from anygauge.kernels.choose import choose_kernels, load_kernel, why_unfit
 from anygauge.registry import Registry
 from anygauge.util.files import write_text
 from benchmarks.measure import TableRow, paired, rotated, table
@@ -204,7 +204,7 @@ def fitting_kernels(operation: str, device: torch.device) -> dict[str, Kernel]:
     registry = Registry.load()
     backend = _backend(registry, device)
     specs = [each.spec for each in registry.kernels if each.spec.operation == operation]
-    names = [spec.name for spec in specs if unfit(spec, backend) is None]
+    names = [spec.name for spec in specs if why_unfit(spec, backend) is None]
     return {name: chosen_kernel(operation, device, name)[1] for name in names}
 
 
@@ -377,7 +377,7 @@ def _attentions(device: torch.device) -> Mapping[str, tuple[Callable[..., Any], 
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.models.llama.modeling_llama import eager_attention_forward
 
-    from anygauge_kernels.blocks import compiled
+    from anygauge_kernels.blocks import compiled_attention
     from anygauge_kernels.softmax_attention import with_softmax
 
     found: dict[str, tuple[Callable[..., Any], str]] = {
@@ -386,7 +386,7 @@ def _attentions(device: torch.device) -> Mapping[str, tuple[Callable[..., Any], 
         "softmax": (with_softmax(chosen_kernel("softmax", device)[1]).forward, "boolean"),
     }
     if device.type == "cuda":
-        found["blocks"] = (compiled().forward, "blocks")
+        found["blocks"] = (compiled_attention().forward, "blocks")
     return found
 
 

@@ -55,35 +55,67 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def run_file_fields() -> str:
     """A heading and a table (field, type, default, meaning) for each section of a run file."""
-    from anygauge.config.describe import sections
+    from anygauge.config.describe import meaning, sections
     from anygauge.config.strategies import StrategySection, strategy_of
     from anygauge.interface.plugins import PROJECT
     from anygauge.registry import installed_plugins
 
     others = {p.spec.name for p in installed_plugins().strategies if p.distribution != PROJECT}
     places: dict[Any, list[str]] = {}
+    spread: dict[str, Any] = {}
     for path, section in sections():
-        if not (issubclass(section, StrategySection) and strategy_of(section) in others):
+        if not issubclass(section, StrategySection):
             places.setdefault(section, []).append(".".join(path))
+        elif (name := strategy_of(section)) not in others:
+            places.setdefault(StrategySection, [])
+            spread[name] = section
+    told = {meaning(field) for section in places for field in section.model_fields.values()}
     parts = []
     for section, paths in places.items():
         title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
-        if issubclass(section, StrategySection):
-            title += f" with `name: {strategy_of(section)}`"
-        about = " ".join((section.__doc__ or "").split())
-        parts.append(f"### {title}\n\n{about}\n\n{fields(section)}")
+        if section is StrategySection:
+            parts.append(strategies(spread))
+        else:
+            # The table above has this sentence already, of the field that holds the section.
+            more = "" if about(section) in told else f"{about(section)}\n\n"
+            parts.append(f"### {title}\n\n{more}{fields(section)}")
     return "\n".join(parts)
+
+
+def strategies(found: Mapping[str, Any]) -> str:
+    """The fields of all strategies in one table: those that several have are the same there."""
+    names = [[f"`{name}`", escaped(about(section))] for name, section in found.items()]
+    of: dict[tuple[str, ...], list[str]] = {}
+    for name, section in found.items():
+        for row in field_rows(section):
+            if row[0] != "`name`":
+                of.setdefault(tuple(row), []).append(f"`{name}`")
+    rows = [[field, ", ".join(of[field, *rest]), *rest] for field, *rest in of]
+    return (
+        "### `strategy`\n\nHow the model is spread over ranks. `name` decides the other fields.\n\n"
+        f"{table(['`name`', 'what it is'], names)}\n"
+        + table(["field", "of", "type", "default", "meaning"], rows)
+    )
+
+
+def about(section: Any) -> str:
+    """What a section is, in one line."""
+    return " ".join((section.__doc__ or "").split())
 
 
 def fields(model: Any) -> str:
     """A table of the fields of a section, or of a plugin's options."""
+    return table(["field", "type", "default", "meaning"], field_rows(model))
+
+
+def field_rows(model: Any) -> list[list[str]]:
+    """A row of that table for each field."""
     from anygauge.config.describe import field_kind, meaning
 
-    rows = [
+    return [
         [f"`{name}`", escaped(str(field_kind(field))), default(field), escaped(meaning(field))]
         for name, field in model.model_fields.items()
     ]
-    return table(["field", "type", "default", "meaning"], rows)
 
 
 def escaped(text: str) -> str:
@@ -93,27 +125,13 @@ def escaped(text: str) -> str:
 
 def default(field: Any) -> str:
     """A field's default, as a cell."""
+    from anygauge.config.describe import default_text
     from anygauge.util.section import Section
 
-    if field.is_required():
-        return "required"
-    value: Any = field.get_default(call_default_factory=True)
-    text = "its defaults" if isinstance(value, Section) else f"`{as_yaml(value)}`"
-    return text.replace("|", "&#124;")
-
-
-def as_yaml(value: Any) -> str:
-    """A value as a run file has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, dict):
-        return "{}" if not value else "{...}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(as_yaml(item) for item in value)}]"
-    if isinstance(value, str):
-        # A line break would end the table's row.
-        return value if value.isprintable() else json.dumps(value)
-    return f"{value:g}"
+    text = default_text(field)
+    if field.is_required() or isinstance(field.get_default(call_default_factory=True), Section):
+        return text
+    return f"`{text}`".replace("|", "&#124;")
 
 
 # -- environment.md, gaudi.md, stacks.md ---------------------------------------------------------
@@ -128,12 +146,14 @@ def environment_rules() -> str:
     parts = []
     for backend in map(registry.create_backend, names):
         networks = [[f"`{f.name}`", f.what, "yes" if f.detect else "no"] for f in backend.fabrics]
-        rules = [
-            [f"`{r.name}`", r.value, r.scope.value, r.reason] for r in backend.environment_rules
-        ]
+        alike: dict[tuple[str, ...], list[str]] = {}
+        for rule in backend.environment_rules:
+            told = (rule.value, rule.scope.value, rule.reason)
+            alike.setdefault(told, []).append(f"`{rule.name}`")
         parts += [f"## `{backend.name}`\n"]
         if networks:
             parts += [table(["network", "what", "detected by `auto`"], networks)]
+        rules = [[", ".join(variables), *told] for told, variables in alike.items()]
         parts += [table(["variable", "value", "scope", "why"], rules)]
     return "\n".join(parts)
 
@@ -187,11 +207,12 @@ def cards() -> str:
         "card": lambda card: f"`{card.name}`",
         "backend": lambda card: f"`{card.backend}`" if card.backend else "none",
         "memory, GiB": lambda card: (
-            "this machine" if "memory" in card.asked else amount(card.memory, 2**30, 2)
+            "this machine" if "memory" in card.to_measure else amount(card.memory, 2**30, 2)
         ),
-        "bfloat16, TFLOPS": lambda card: amount(card.flops.get("bfloat16"), 1e12, 1),
+        "bfloat16 or float16, TFLOPS": lambda card: amount(
+            card.flops.get("bfloat16", card.flops.get("float16")), 1e12, 1
+        ),
         "measured": lambda card: amount(card.matmul.get("bfloat16"), 1e12, 1),
-        "float16": lambda card: amount(card.flops.get("float16"), 1e12, 1),
         "bandwidth, GB/s": lambda card: amount(card.bandwidth, 1e9),
         "link, GB/s": lambda card: amount(card.link, 1e9, 1),
         "host link, GB/s": lambda card: amount(card.host_link, 1e9, 1),
@@ -283,13 +304,11 @@ def compared(reports: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     names = [f"`{report['backend']}`" for report in reports]
     verdicts = ["conforms" if report["conforms"] else "does NOT conform" for report in reports]
     conditions = dict.fromkeys(name for report in reports for name in report["conditions"])
-    yield table(
-        ["", *names],
-        [
-            ["verdict", *verdicts],
-            *([name, *(r["conditions"].get(name, "-") for r in reports)] for name in conditions),
-        ],
-    )
+    told = {name: [r["conditions"].get(name, "-") for r in reports] for name in conditions}
+    equal = [f"{name} {values[0]}" for name, values in told.items() if len({*values}) == 1]
+    differ = [[name, *values] for name, values in told.items() if len({*values}) > 1]
+    yield f"Equal for all: {', '.join(equal)}.\n"
+    yield table(["", *names], [["verdict", *verdicts], *differ])
     checks = [{line["name"]: line for line in report["checks"]} for report in reports]
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, line in checks[0].items():
@@ -321,7 +340,14 @@ def defects() -> str:
             found[mutant.part].setdefault(mutant.check, []).append(mutant.name)
     parts = []
     for part, checks in found.items():
-        rows = [[f"`{check}`", "; ".join(names)] for check, names in checks.items()]
+        alike: dict[str, list[str]] = {}
+        for check, names in checks.items():
+            # One table row for all of `basic_leaves_output`, `basic_leaves_files` and so on.
+            text = re.sub(
+                r"^leaves \w+ (\(.*\))$", r"leaves what the name says \1", "; ".join(names)
+            )
+            alike.setdefault(text, []).append(f"`{check}`")
+        rows = [[", ".join(names), text] for text, names in alike.items()]
         parts.append(f"## {part}\n\n" + table(["check that fails", "defects"], rows))
     return "\n".join(parts)
 

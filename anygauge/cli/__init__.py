@@ -16,16 +16,20 @@ from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from anygauge.util.errors import AnygaugeError, UsageError
-from anygauge.util.text import did_you_mean, escaped, fitted
+from anygauge.util.text import did_you_mean, escape, wrap_for_stream
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
+    "init": "Write a run file that fits a machine, from a few answers.",
+    "fields": "Show the fields of a run file: meaning, type and default.",
+    "schema": "Write the JSON schema of run files, for editors.",
     "launch": "Start a run on other machines, or write what a launcher would do.",
     "plan": "Show how much memory and time a run needs, without its devices.",
     "job": "Follow, show or end a job on other machines.",
     "import": "Turn another tool's configuration into a run file.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
     "generate": "Let a model answer, with or without an adapter.",
+    "evaluate": "Show the loss and perplexity of a model on rows.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
     "doctor": "Check whether a machine is ready for a backend, and what to fix.",
@@ -39,10 +43,15 @@ _HOMES = {
     **dict.fromkeys(("launchers", "backends", "strategies", "kernels"), "listings"),
     **dict.fromkeys(("generate", "merge"), "trained"),
     "launch": "train",
+    "schema": "fields",
     "job": "job_command",
     "import": "import_command",
 }
 """Command -> its file, where that has another name."""
+COMPLETION = {
+    "--install-completion": "Complete commands, options and fields in this shell.",
+    "--show-completion": "Show what that option installs.",
+}
 
 
 def main() -> NoReturn:
@@ -55,7 +64,7 @@ def main() -> NoReturn:
         sys.stdout.flush()
     except BrokenPipeError as error:
         # The reader went away (`anygauge backends | head`): nobody reads a message, at exit either.
-        if not _unread():
+        if not _stdout_is_unread():
             message = f"error: a helper process ended while anygauge wrote to it ({error})"
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
@@ -67,12 +76,12 @@ def main() -> NoReturn:
     except KeyboardInterrupt:
         message, status = "interrupted", 130
     if message:
-        print(fitted(message, sys.stderr), file=sys.stderr)
+        print(wrap_for_stream(message, sys.stderr), file=sys.stderr)
     sys.exit(status)
 
 
 class EscapedStream:
-    """A stream that control characters do not pass, whoever prints: see `escaped`.
+    """A stream that control characters do not pass, whoever prints: see `escape`.
 
     rich writes to the stream itself: see `anygauge.util.console`.
     """
@@ -82,14 +91,14 @@ class EscapedStream:
 
     def write(self, text: str) -> int:
         """See `io.TextIOBase.write`."""
-        self.rich_proxied_file.write(escaped(text))
+        self.rich_proxied_file.write(escape(text))
         return len(text)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.rich_proxied_file, name)
 
 
-def _unread() -> bool:
+def _stdout_is_unread() -> bool:
     """Whether standard output is a pipe that nobody reads any more."""
     output = select.poll()
     output.register(sys.stdout.fileno(), 0)
@@ -105,6 +114,10 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
     Raises:
         AnygaugeError: what `main` prints.
     """
+    if "_ANYGAUGE_COMPLETE" in os.environ or arguments[:1] in ([name] for name in COMPLETION):
+        from anygauge.cli.completion import complete
+
+        complete(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help_text())
         return 0 if arguments else 2
@@ -118,24 +131,29 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
         near = did_you_mean(name, COMMANDS, 0.6) or ";"
         raise UsageError(f"there is no command {name!r}{near} commands: {', '.join(COMMANDS)}")
     with interrupts_end_process():
-        import typer
-        import typer.main
-
-        from anygauge.cli.shared_options import UsageCommand
-
-        app = typer.Typer(
-            add_completion=False,
-            pretty_exceptions_enable=False,
-            rich_markup_mode=None,
-            context_settings={"help_option_names": ["--help", "-h"]},
-        )
-        app.command(name, cls=UsageCommand)(command_function(name))
-    command = typer.main.get_command(app)
+        command = typer_command(name)
     try:
         command.main(args=rest, prog_name=f"anygauge {name}", obj=own_process)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
+
+
+def typer_command(name: str) -> Any:
+    """A command of this name, as typer has it."""
+    import typer
+    import typer.main
+
+    from anygauge.cli.shared_options import UsageCommand
+
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.command(name, cls=UsageCommand)(command_function(name))
+    return typer.main.get_command(app)
 
 
 def command_function(name: str) -> Callable[..., None]:
@@ -173,6 +191,7 @@ def help_text() -> str:
     """What ``anygauge --help`` prints."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    options = "\n".join(f"  {name:<20}  {line}" for name, line in COMPLETION.items())
     return f"""Usage: anygauge COMMAND [OPTIONS]
 
 One LLM fine-tuning loop, any accelerator.
@@ -181,5 +200,6 @@ Commands:
 {commands}
 
 Options:
-  -h, --help  Show this message, or a command's: anygauge COMMAND --help
-  --version   Show the version."""
+  -h, --help            Show this, or of a command: anygauge COMMAND --help
+  --version             Show the version.
+{options}"""

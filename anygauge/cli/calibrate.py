@@ -16,7 +16,7 @@ from anygauge.cli.shared_options import choose_backend
 from anygauge.interface import Card, UsageError
 from anygauge.planning.machines import Hardware, measured_file
 from anygauge.registry import Registry
-from anygauge.util.console import Console, table
+from anygauge.util.console import Console, make_table
 from anygauge.util.files import write_text
 
 HOST_RANKS, PEERS = 2, 8
@@ -39,7 +39,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
 
     _make_room()
     registry, selection, chosen = choose_backend(backend)
-    card = _card(registry, chosen.name, selection.probe.cards)
+    card = _machine_card(registry, chosen.name, selection.probe.cards)
     most = HOST_RANKS if card.shared_memory else PEERS
     ranks = devices or max(1, min(chosen.placement.device_count(), most))
     found = {}
@@ -55,7 +55,7 @@ def calibrate(backend: str | None, devices: int | None, *, as_json: bool) -> Non
     columns = [_shown_figures(figures) for figures in found.values()]
     rows = [(name, *(column.get(name, "-") for column in columns)) for name in columns[-1]]
     console = Console()
-    console.print(table([(each, *map(_ranks, found)), *rows]))
+    console.print(make_table([(each, *map(_ranks, found)), *rows]))
     console.print(f"Written to {file}; plans now use these figures")
     if ranks == 1:
         console.print("Only one card was measured, so the speed between cards is not known")
@@ -65,7 +65,7 @@ def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
 
 
-def _card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:
+def _machine_card(registry: Registry, backend: str, names: tuple[str, ...]) -> Card:
     """The card that this machine has; one that nobody describes gets a name."""
     if len(names) > 1:
         raise UsageError(

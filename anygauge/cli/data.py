@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from anygauge.cli.shared_options import BackendOption, RunFileArgument, SetOption
-from anygauge.util.console import Console, table
+from anygauge.util.console import Console, make_table
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, RunFile
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 STREAMED_ROWS = 2000
 BINS = 10
 BAR = 40
-SHOWN = 600
+MAX_CHARACTERS = 600
 
-_UNSEEN = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
+_PICTURES = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | {127: 0x2421}
 """Control characters become pictures of themselves, so that no row changes the terminal."""
 
 
@@ -94,10 +94,10 @@ def data(
             number * len(trained) // rows
         )  # evenly spaced, the first among them
         console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold")
-        console.print(example(tokenizer, tokens, in_color=in_color))
+        console.print(example_text(tokenizer, tokens, in_color=in_color))
 
 
-def example(tokenizer: Any, tokens: Any, *, in_color: bool) -> Text:
+def example_text(tokenizer: Any, tokens: Any, *, in_color: bool) -> Text:
     """One row as the model reads it: loss tokens in color, or between ⟦ and ⟧.
 
     Args:
@@ -105,7 +105,7 @@ def example(tokenizer: Any, tokens: Any, *, in_color: bool) -> Text:
     """
     text = Text()
     in_loss = False
-    for has_loss, is_special, part in _stretches(tokenizer, tokens):
+    for has_loss, is_special, part in _token_stretches(tokenizer, tokens):
         if has_loss != in_loss and not in_color:
             text.append("⟦" if has_loss else "⟧")
         in_loss = has_loss
@@ -116,7 +116,7 @@ def example(tokenizer: Any, tokens: Any, *, in_color: bool) -> Text:
     return text
 
 
-def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
+def _token_stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
     """Neighbouring tokens that are alike: loss tokens or not, special or not; and their text."""
     special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
     ids = tokens.ids.tolist()
@@ -126,10 +126,10 @@ def _stretches(tokenizer: Any, tokens: Any) -> Iterator[tuple[bool, bool, str]]:
             [token for _, token in group],
             skip_special_tokens=False,
             clean_up_tokenization_spaces=False,
-        ).translate(_UNSEEN)
-        if len(part) > SHOWN:
-            left_out = len(part) - SHOWN
-            half = SHOWN // 2
+        ).translate(_PICTURES)
+        if len(part) > MAX_CHARACTERS:
+            left_out = len(part) - MAX_CHARACTERS
+            half = MAX_CHARACTERS // 2
             part = f"{part[:half]} [... {left_out:,} characters ...] {part[-half:]}"
         yield *kind, part
 
@@ -172,7 +172,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
     from dataclasses import replace
 
     from anygauge.data import Schedule
-    from anygauge.data.batches import measure
+    from anygauge.data.batches import measure_padding
 
     schedule = Schedule(
         seed=run.train.seed,
@@ -187,7 +187,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         ("group_by_length", False, True),
         ("packing", True, False),
     ):
-        found = measure(
+        found = measure_padding(
             rows, replace(schedule, grouping=grouping), replace(layout, packing=packing)
         )
         numbers = (f"{n:,}" for n in (found.sequences, found.steps, found.positions))
@@ -199,4 +199,4 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         f"{layout.micro_batch} sequences per forward",
         markup=True,
     )
-    console.print(table(shown))
+    console.print(make_table(shown))

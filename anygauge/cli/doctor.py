@@ -13,7 +13,7 @@ from anygauge.cli.shared_options import BackendOption, JsonOption, choose_backen
 from anygauge.interface import Outcome
 from anygauge.util.console import Console
 
-_SHOWN = {
+_WORDS = {
     Outcome.PASS: ("passed", ""),
     Outcome.WARN: ("with a warning", "yellow"),
     Outcome.FAIL: ("failed", "bold red"),
@@ -44,7 +44,7 @@ def doctor(
     _, selection, chosen = choose_backend(backend, need_device=False)
     checks = run_checks(chosen, output.absolute(), hub=hub, ranks=collectives)
     result = worst(checks)
-    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in _SHOWN}
+    counts = {outcome: sum(check.outcome == outcome for check in checks) for outcome in _WORDS}
     if json_:
         record = {"backend": chosen.name, "outcome": result, "counts": counts}
         typer.echo(json.dumps({**record, "checks": list(map(asdict, checks))}, indent=2))
@@ -52,11 +52,11 @@ def doctor(
         console = Console()
         console.print(f"Backend {chosen.name}: {selection.reason}", style="bold")
         for check in checks:
-            style = _SHOWN[check.outcome][1]
+            style = _WORDS[check.outcome][1]
             console.print(f"{check.outcome:<6}{check.name}: {check.seen}", style=style)
             if check.remedy:
                 console.print(f"      {check.remedy}")
-        words = ", ".join(f"{count} {_SHOWN[outcome][0]}" for outcome, count in counts.items())
-        console.print(words, style=_SHOWN[result][1] or "green")
+        words = ", ".join(f"{count} {_WORDS[outcome][0]}" for outcome, count in counts.items())
+        console.print(words, style=_WORDS[result][1] or "green")
     if result == Outcome.FAIL:
         raise typer.Exit(1)

@@ -38,7 +38,7 @@ SHOWN_RANKS = 16
 """Of a machine with more, the first so many and the last are shown."""
 
 
-def show(
+def show_dry_run(
     request: RunRequest, *, plan: bool | None = None, force: bool = False, model: bool = True
 ) -> None:
     """Check and print the run; starts nothing, opens no device, writes to `data.cache` alone.
@@ -76,7 +76,7 @@ def show(
         )
     _show_checks(console, found, expected)
     console.print("\n[bold]Training[/bold]", markup=True)
-    for line in _training(request, found):
+    for line in _training_lines(request, found):
         console.print(f"  {line}")
     title = "\n[bold]Environment[/bold] of each rank, decided before torch is imported"
     console.print(title, markup=True)
@@ -165,7 +165,7 @@ def _show_checks(console: Console, found: Findings, expected: Decision) -> None:
         )
 
 
-def _training(request: RunRequest, found: Findings) -> Iterator[str]:
+def _training_lines(request: RunRequest, found: Findings) -> Iterator[str]:
     """The run's length, what a step is made of, and its learning rates."""
     run, train = request.run, request.run.train
     steps, epochs = found.steps or train.steps, found.epochs

@@ -16,7 +16,7 @@ from anygauge.cli.shared_options import BackendOption, DevicesOption, NodesOptio
 from anygauge.config.load import load_run_file
 from anygauge.config.strategies import DEFAULT
 from anygauge.interface import Job, LaunchSettings, Setting, UsageError, choose_fabric
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import (
     AUTO,
@@ -27,7 +27,7 @@ from anygauge.registry import (
 )
 from anygauge.util.console import Console
 from anygauge.util.hiding import holds_secret
-from anygauge.util.text import escaped
+from anygauge.util.text import escape
 
 RUN_FILE = "The run file (YAML); default: a run with all defaults."
 LOCAL_RANK = "Show only this rank of the machine."
@@ -58,13 +58,13 @@ def env(
 ) -> None:
     """Show the environment that a run would get, and why. Needs no device, imports no torch."""
     registry = Registry.load()
-    job = _job(registry, run_file, backend, devices, nodes, set_ or [])
+    job = _make_job(registry, run_file, backend, devices, nodes, set_ or [])
     ranks = range(job.launch.devices) if local_rank is None else (local_rank,)
     if local_rank is not None and not 0 <= local_rank < job.launch.devices:
         last = job.launch.devices - 1
         raise UsageError(f"--local-rank: {local_rank} is not a rank of this machine: 0 to {last}")
     by_rank = rank_environments(registry, job, ranks)
-    explained = _explain(registry, job, ranks[0]) if explain else {}
+    explained = _explain_rules(registry, job, ranks[0]) if explain else {}
     rules = explained.get("rules", ())
     if format_ is OutputFormat.json:
         record: dict[str, Any] = {
@@ -75,7 +75,7 @@ def env(
         for rank, found in by_rank.items():
             typer.echo(f"# local rank {rank}")
             for one in found:
-                typer.echo(_shell(one, values=show_values))
+                typer.echo(_shell_line(one, values=show_values))
         for rule in rules:
             typer.echo(f"# {rule['name']}: {rule['here']}: {rule['why']} [{rule['source']}]")
     else:
@@ -89,7 +89,7 @@ def env(
             _print_rules(console, job.backend, rules, explained["fabric"])
 
 
-def _job(
+def _make_job(
     registry: Registry,
     run_file: Path | None,
     backend: str | None,
@@ -126,7 +126,7 @@ def rank_environments(
 ) -> dict[int, list[ResolvedSetting]]:
     """The settings of local ranks of this machine."""
     backend = registry.create_backend(job.backend, job.backend_options)
-    environ = scrub(os.environ)
+    environ = without_launcher(os.environ)
     node = inspect_node(backend, environ)
     return {
         rank: resolve_environment(registry, backend, job, node, rank, environ) for rank in ranks
@@ -144,10 +144,10 @@ def print_environment(
     rows: dict[tuple[str, str, str], tuple[list[int], ResolvedSetting]] = {}
     for rank, found in by_rank.items():
         for one in found:
-            key = (one.name, one.shown(one.value, values=values), one.origin)
+            key = (one.name, one.display(one.value, values=values), one.origin)
             rows.setdefault(key, ([], one))[0].append(rank)
     for (name, value, origin), (ranks, one) in rows.items():
-        over = "; ".join(f"not {one.shown(v, values=values)} ({o})" for o, v in one.overruled)
+        over = "; ".join(f"not {one.display(v, values=values)} ({o})" for o, v in one.overruled)
         why = f"{one.setting.reason} [{one.setting.source}]" + (f"; {over}" if over else "")
         which = "all ranks" if len(ranks) == len(by_rank) else f"rank {','.join(map(str, ranks))}"
         console.print(f"  {name}  {value}", style="bold")
@@ -156,23 +156,23 @@ def print_environment(
         console.print("  none: this backend sets nothing for such a job")
 
 
-def _shell(one: ResolvedSetting, *, values: bool) -> str:
+def _shell_line(one: ResolvedSetting, *, values: bool) -> str:
     if one.value is None:
         return f"unset {one.name}"
     if one.secret or holds_secret(one.value):
         return f"# {one.name} is a secret: not shown"
     if one.private and not values:
         return f"# {one.name} is set by the run file: not shown (--show-values shows it)"
-    if escaped(one.value) != one.value:
+    if escape(one.value) != one.value:
         inside = one.value.replace("\\", "\\\\").replace("'", "\\'")
-        return f"export {one.name}=$'{escaped(inside)}'"
+        return f"export {one.name}=$'{escape(inside)}'"
     return f"export {one.name}={shlex.quote(one.value)}"
 
 
-def _explain(registry: Registry, job: Job, local_rank: int) -> dict[str, Any]:
+def _explain_rules(registry: Registry, job: Job, local_rank: int) -> dict[str, Any]:
     """The backend's networks between machines, and its rules with what each decides here."""
     backend = registry.create_backend(job.backend, job.backend_options)
-    node = inspect_node(backend, scrub(os.environ))
+    node = inspect_node(backend, without_launcher(os.environ))
     chosen = choose_fabric(backend.fabrics, job, node)
     known = {
         fabric.name: {"what": fabric.what, "seen": fabric.detect(node) if fabric.detect else None}

@@ -55,7 +55,7 @@ def image(
     if engine is not None and engine not in ENGINES:
         raise UsageError(f"--engine: {engine} is not one of {', '.join(ENGINES)}")
     _, selection, chosen = choose_backend(backend, need_device=False)
-    row = _release(chosen, release)
+    row = _find_release(chosen, release)
     name = chosen.launch.image if row is None or release is None else image_tag(chosen.name, row)
     if name is None:
         raise UnsupportedError(
@@ -71,7 +71,7 @@ def image(
         terminal=sys.stdin.isatty() and sys.stdout.isatty(),
     )
     if run:
-        _run(command, name)
+        _exec_client(command, name)
     found: dict[str, Any] = {
         "backend": chosen.name,
         "reason": selection.reason,
@@ -87,7 +87,7 @@ def image(
     if json_:
         typer.echo(json.dumps(found, indent=2))
     else:
-        _show(found)
+        _show_image(found)
 
 
 def run_command(
@@ -99,7 +99,7 @@ def run_command(
     volumes: Sequence[str] = (),
     terminal: bool = False,
 ) -> list[str]:
-    """What starts a container for one machine's devices.
+    """Return the command that starts a container for one machine's devices.
 
     It runs as the user who starts it, so that what it writes into this folder is that user's.
 
@@ -124,7 +124,7 @@ def run_command(
     ]
 
 
-def _show(found: dict[str, Any]) -> None:
+def _show_image(found: dict[str, Any]) -> None:
     console = Console()
     console.print(f"Backend {found['backend']}: {found['reason']}", style="bold")
     row = found.get("release", {})
@@ -148,8 +148,8 @@ def _show(found: dict[str, Any]) -> None:
             console.print(f"  {title:<8} {text}", soft_wrap=title in ("build", "run"))
 
 
-def _release(backend: Backend, asked: str | None) -> ImageRelease | None:
-    """The row of the table that was asked for, or the newest with an image.
+def _find_release(backend: Backend, asked: str | None) -> ImageRelease | None:
+    """The row of the table that the user names, or the newest with an image.
 
     Raises:
         UsageError: there is none of that name, or no image of it.
@@ -181,28 +181,28 @@ def _find_engine(*, ready: bool) -> str:
         return (installed or ENGINES)[0]
     complaints = []
     for one in installed:
-        complaint = _complaint([one, "info"])
+        complaint = _last_error([one, "info"])
         if not complaint:
             return one
         complaints.append(f"{one} does not answer: {complaint}")
     raise AnygaugeError("; ".join(complaints))
 
 
-def _complaint(command: Sequence[str]) -> str:
+def _last_error(command: Sequence[str]) -> str:
     """The last line that a command prints if it fails; "" if it does not."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = (done.stderr or done.stdout).strip().splitlines()
     return [f"exit status {done.returncode}", *lines][-1] if done.returncode else ""
 
 
-def _run(command: list[str], name: str) -> None:
+def _exec_client(command: list[str], name: str) -> None:
     """Become the container's client, so that its signals and exit status are ours.
 
     Raises:
         AnygaugeError: it is not installed, or the image is not here and on no registry.
     """
     try:
-        if "/" not in name and (missing := _complaint([command[0], "image", "inspect", name])):
+        if "/" not in name and (missing := _last_error([command[0], "image", "inspect", name])):
             raise AnygaugeError(
                 f"{command[0]} has no image {name} ({missing}). Build it (`anygauge image` shows "
                 f"how), or name the repository that has it in {REPOSITORY_VARIABLE}"

@@ -12,7 +12,7 @@ import typer
 
 from anygauge.cli.shared_options import SetOption
 from anygauge.interface import RunFileError, UsageError
-from anygauge.util.text import fitted, flattened
+from anygauge.util.text import flatten_values, wrap_for_stream
 
 if TYPE_CHECKING:
     from anygauge.cli.imports.draft import Draft
@@ -66,20 +66,20 @@ def import_(
     output.write_text(text)
     typer.echo(f"{output}: a run file from {files[0]} ({draft.tool})")
     for change in draft.changes:
-        typer.echo(fitted(f"  {change}", sys.stdout))
+        typer.echo(wrap_for_stream(f"  {change}", sys.stdout))
     typer.echo(f"next: anygauge train {output} --dry-run")
 
 
 def _set(draft: Draft, overrides: list[str]) -> None:
     """Fields that the command line sets win over those of the file."""
     from anygauge.config.layers import read_command_line
-    from anygauge.config.tree import Problem, plain, run_file_error
+    from anygauge.config.tree import Problem, plain_value, run_file_error
 
     problems: list[Problem] = []
-    tree = plain(read_command_line(overrides, {}, Path.cwd(), problems))
+    tree = plain_value(read_command_line(overrides, {}, Path.cwd(), problems))
     if problems:
         raise run_file_error("--set", problems)
-    for path, value in flattened(tree):
+    for path, value in flatten_values(tree):
         is_path = path.endswith((".path", ".name", ".tokenizer", ".chat_template", ".start_from"))
         draft.put(path, draft.path(value) if is_path else value, "--set")
 

@@ -53,7 +53,7 @@ def backends(json_: JsonOption = False) -> None:
             for provided in ranked
             for probe in [probes[provided.spec.name]]
         ],
-        "auto": _auto(registry),
+        "auto": _auto_selection(registry),
         "duplicates": [
             {"kind": d.kind, "name": d.name, "reason": d.reason} for d in registry.duplicates
         ],
@@ -68,7 +68,7 @@ def backends(json_: JsonOption = False) -> None:
         _show_backends(report)
 
 
-def _auto(registry: Registry) -> dict[str, Any]:
+def _auto_selection(registry: Registry) -> dict[str, Any]:
     try:
         selection = select_backend(registry, AUTO)
     except AnygaugeError as error:
@@ -103,45 +103,45 @@ def _show_backends(report: Mapping[str, Any]) -> None:
         if row["device_count"] is not None:
             seen.append(f"devices: {row['device_count']}")
         notes = (f"note: {note}" for note in row["notes"])
-        _titled(console, f"What {row['name']} looked at", [*seen, *notes])
+        _print_titled(console, f"What {row['name']} looked at", [*seen, *notes])
     auto = report["auto"]
     if auto["chosen"] is None:
-        _titled(console, f"--backend {AUTO} would be refused", [auto["reason"]])
+        _print_titled(console, f"--backend {AUTO} would be refused", [auto["reason"]])
     else:
         rejected = (f"not {other['name']}: {other['reason']}" for other in auto["rejected"])
         title = f"--backend {AUTO} would choose {auto['chosen']}: {auto['reason']}"
-        _titled(console, title, rejected)
+        _print_titled(console, title, rejected)
     for key, title in (
         ("duplicates", "Names claimed twice"),
         ("failed", "Plugins that failed to load"),
         ("failed_hardware", "Descriptions of hardware that cannot be read"),
     ):
         troubles = [
-            each["reason"] if key == "duplicates" else f"{_identity(each)}: {each['reason']}"
+            each["reason"] if key == "duplicates" else f"{_plugin_identity(each)}: {each['reason']}"
             for each in report[key]
         ]
         if troubles:
-            _titled(console, title, troubles, "bold red")
-    blocked = [_identity(each) for each in report["blocked"]]
+            _print_titled(console, title, troubles, "bold red")
+    blocked = [_plugin_identity(each) for each in report["blocked"]]
     blocked += [f"{name}: no plugin has this name" for name in report["unmatched_blocks"]]
     if blocked:
-        _titled(console, f"Plugins blocked by {BLOCK_VARIABLE}", blocked)
+        _print_titled(console, f"Plugins blocked by {BLOCK_VARIABLE}", blocked)
 
 
-def _titled(console: Console, title: str, items: Iterable[str], style: str = "bold") -> None:
+def _print_titled(console: Console, title: str, items: Iterable[str], style: str = "bold") -> None:
     """A list under its title; further lines of an item are below it."""
     console.print(f"\n{title}", style=style)
     for item in items:
         console.print("  " + item.replace("\n", "\n    "))
 
 
-def _identity(plugin: Mapping[str, Any]) -> str:
+def _plugin_identity(plugin: Mapping[str, Any]) -> str:
     return f"{plugin['entry_point'] or '-'} ({plugin['distribution']} {plugin['version']})"
 
 
 # -- launchers ------------------------------------------------------------------------------------
 
-PROVEN = {
+TESTED_ON = {
     "real": "run with the target's own software",
     "emulated": (
         "rendered jobs pass the target's models, and their commands ran the way the target starts "
@@ -182,7 +182,7 @@ def describe_launcher(spec: LauncherSpec) -> dict[str, Any]:
         "files": files,
         "can": sorted(spec.can),
         "tested_on": spec.tested_on,
-        "proof": PROVEN.get(spec.tested_on, ""),
+        "proof": TESTED_ON.get(spec.tested_on, ""),
     }
 
 
@@ -270,7 +270,7 @@ def kernels(backend: BackendOption = None, json_: JsonOption = False) -> None:
 
 def _kernel_rows(registry: Registry, backend: Backend) -> list[dict[str, Any]]:
     """Every kernel of every operation, the one that would be chosen first, as plain values."""
-    from anygauge.kernels.choose import choose_kernels, unfit, users
+    from anygauge.kernels.choose import choose_kernels, kernels_using, why_unfit
 
     choices = choose_kernels(registry, backend, {})
     packed = choose_kernels(registry, backend, {}, packing=True)
@@ -284,7 +284,7 @@ def _kernel_rows(registry: Registry, backend: Backend) -> list[dict[str, Any]]:
 
     for operation, choice in choices.items():
         chosen = operation not in inner - called
-        only = f"only for kernels that use one ({users(registry, operation)})"
+        only = f"only for kernels that use one ({kernels_using(registry, operation)})"
         origin = "the model's own" if choice.provided is None else choice.provided.origin
         add(operation, choice.name, choice.reason if chosen else only, origin, chosen=chosen)
         others = (p for p in registry.kernels if p.spec.operation == operation)
@@ -292,7 +292,7 @@ def _kernel_rows(registry: Registry, backend: Backend) -> list[dict[str, Any]]:
             if provided == choice.provided:
                 continue
             name = provided.spec.name
-            problem = dict(choice.rejected).get(name) or unfit(provided.spec, backend)
+            problem = dict(choice.rejected).get(name) or why_unfit(provided.spec, backend)
             if packed[operation].name == name:
                 problem = f"for packed rows: {packed[operation].reason}"
             fine = f"can run here; to select it: kernels.{operation}: {name}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -24,9 +23,7 @@ from anygauge.cli.shared_options import (
     SetOption,
 )
 from anygauge.interface import AnygaugeError, UsageError
-from anygauge.launch.prepare import prepare_run
-from anygauge.launch.request import RunRequest, read_request, render_plan
-from anygauge.util.text import fitted
+from anygauge.launch.request import RunRequest, read_request
 
 
 def train(
@@ -52,7 +49,7 @@ def train(
     quiet: QuietOption = False,
 ) -> None:
     """Fine-tune a model as described in a run file."""
-    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     if no_model and (not dry_run or plan):
         raise UsageError(
             "--no-model: a run, and a plan, need the model; add --dry-run, and no --plan"
@@ -81,11 +78,11 @@ def train(
         run_file, set_, flags, need_device=not dry_run, look_at_files=not no_model
     )
     if dry_run:
-        from anygauge.cli.dry_run import show
+        from anygauge.cli.dry_run import show_dry_run
 
-        show(request, plan=plan, force=force, model=not no_model)
+        show_dry_run(request, plan=plan, force=force, model=not no_model)
         return
-    raise typer.Exit(start(request, quiet=quiet, plan_memory=plan, force=force))
+    raise typer.Exit(_start(request, quiet=quiet, plan_memory=plan, force=force))
 
 
 def launch(
@@ -112,7 +109,7 @@ def launch(
     quiet: QuietOption = False,
 ) -> None:
     """Start a run through its launcher and follow it, or write what the launcher would do."""
-    flags = _flags(backend, devices, nodes, launcher, output, resume)
+    flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     described = dry_run or render is not None
     if not described:
         _refuse_a_rank()
@@ -123,14 +120,14 @@ def launch(
 
         write_plan(without_checks(request), render)
     elif dry_run:
-        from anygauge.cli.dry_run import show
+        from anygauge.cli.dry_run import show_dry_run
 
-        show(request, plan=plan, force=force)
+        show_dry_run(request, plan=plan, force=force)
     else:
-        raise typer.Exit(start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
+        raise typer.Exit(_start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
 
 
-def _flags(
+def _flag_fields(
     backend: str | None,
     devices: int | None,
     nodes: int | None,
@@ -166,49 +163,7 @@ def _refuse_a_rank() -> None:
         )
 
 
-def start(
-    request: RunRequest,
-    *,
-    quiet: bool,
-    detach: bool = False,
-    plan_memory: bool | None = None,
-    force: bool = False,
-) -> int:
-    """Write the resolved run, submit the job and follow it; returns the exit status.
+def _start(request: RunRequest, **options: Any) -> int:
+    from anygauge.launch.start_run import start
 
-    Args:
-        detach: leave once it is submitted.
-        plan_memory: always, or never; None: where it may be short.
-        force: start it even where it cannot fit.
-    """
-    from anygauge.launch.follow import follow
-    from anygauge.launch.submit import resume_target, submit_job
-
-    spec, folder = request.launcher, Path(request.job.run_directory)
-    if detach and "detach" not in spec.can:
-        raise UsageError(
-            f"--detach: a job of the {spec.name} launcher ends with the command that started it; "
-            "leave --detach out"
-        )
-    # Until its ranks accept it, a start changes nothing of the run that it resumes.
-    resuming, finished = resume_target(request)
-    if finished is not None:
-        typer.echo(fitted(finished.describe(), sys.stdout))
-        return 0
-    if resuming:
-        request = replace(request, job=request.job.as_attempt())
-    render_plan(request)  # what a launcher refuses is refused before the checks, which take longer
-    request, found, expected = prepare_run(request, quiet=quiet, plan=plan_memory, force=force)
-    plan = render_plan(request)
-    for note in (*plan.notes, *found.notes, *filter(None, [expected.note])):
-        typer.echo(fitted(f"note: {note}", sys.stderr), err=True)
-    if not quiet:
-        typer.echo(f"run: {folder}")
-        for line in expected.lines:
-            typer.echo(fitted(line, sys.stdout))
-    with submit_job(request, plan, resuming=resuming) as (running, signals):
-        if not detach or signals.received:
-            return follow(running, run_directory=folder, quiet=quiet, signals=signals)
-        if not quiet:
-            typer.echo(f"{running.state().text}; to follow it: anygauge job follow {folder}")
-    return 0
+    return start(request, **options).show(request.job.run_directory)

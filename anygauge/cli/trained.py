@@ -16,10 +16,10 @@ from anygauge.util.files import why_no_folder
 from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
-    from anygauge.config.schema import DataSection, ModelSection
+    from anygauge.config.schema import DataSection, ModelSection, RunFile
 
-SHOWN = 8
-EMPTY = (
+MAX_FOLDERS = 8
+EMPTY_ANSWER = (
     "the answer is empty: the model ended it with its first token. The model may expect another "
     "prompt format (try --raw) or need more training; a --temperature above 0 samples other tokens"
 )
@@ -83,7 +83,7 @@ def generate(
             stop_ids=stop_ids,
         )
     if not text.strip():
-        Console(stderr=True).print(EMPTY)
+        Console(stderr=True).print(EMPTY_ANSWER)
 
 
 def merge(
@@ -150,11 +150,13 @@ class ModelOrigin:
         adapter: folder of its adapter, or None.
         data: what the run that trained it read: it tells how a prompt is put. None where no run
             is known.
+        run: that run, as it was resolved.
     """
 
     section: ModelSection
     adapter: Path | None
     data: DataSection | None
+    run: RunFile | None = None
 
 
 def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> ModelOrigin:
@@ -171,7 +173,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
     from anygauge.models.warm_start import CONFIG_FILE
 
-    folder, data = Path(model), None
+    folder, data, run = Path(model), None, None
     section = ModelSection(name=model)
     home = _run_directory(folder)
     if home is not None:
@@ -208,7 +210,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
             data = data.model_copy(update={"chat_template": None})  # it is the tokenizer's now
     elif tokenizer is not None:
         section = section.model_copy(update={"tokenizer": tokenizer})
-    return ModelOrigin(section=section, adapter=adapter, data=data)
+    return ModelOrigin(section=section, adapter=adapter, data=data, run=run)
 
 
 def _run_directory(folder: Path) -> Path | None:
@@ -235,7 +237,7 @@ def fetch_model(section: ModelSection) -> None:
 
 
 def _refuse_no_folder(model: str) -> None:
-    """PrepareAnswer at once where a path is meant; a name such as ``owner/name`` may be on the hub.
+    """Refuse a path that is not there; a name such as ``owner/name`` may be on the hub.
 
     Raises:
         UsageError: names what is there instead.
@@ -248,7 +250,7 @@ def _refuse_no_folder(model: str) -> None:
     there = sorted(p.name for p in folder.parent.iterdir() if p.is_dir()) if in_a_folder else []
     near = did_you_mean(folder.name, there)
     if there and not near:
-        near = f"; {folder.parent} has {', '.join(there[:SHOWN])}"
+        near = f"; {folder.parent} has {', '.join(there[:MAX_FOLDERS])}"
     raise UsageError(
         f"{model}: {what} (looked at {folder.absolute()}){near}; give a run directory, a model "
         "folder, or a name of the hub such as owner/name"

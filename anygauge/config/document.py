@@ -26,15 +26,15 @@ MOST_BYTES = 2**20
 
 _SCALARS = {f"{TAG}{kind}" for kind in ("null", "bool", "int", "float", "str")}
 _MERGE = f"{TAG}merge"
-_KEPT = {f"{TAG}null", f"{TAG}bool", _MERGE}
-_HALF = re.compile("[\ud800-\udfff]")
+_PLAIN_TAGS = {f"{TAG}null", f"{TAG}bool", _MERGE}
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class _Loader(yaml.SafeLoader):
     """PyYAML's safe loader with our reading of numbers; used for its scalars and line marks."""
 
     yaml_implicit_resolvers = {
-        first: [(tag, pattern) for tag, pattern in resolvers if tag in _KEPT]
+        first: [(tag, pattern) for tag, pattern in resolvers if tag in _PLAIN_TAGS]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
@@ -54,18 +54,22 @@ class NotYaml(Exception):
         self.line = line
 
 
-def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
+def read_document(
+    path: Path, shown: str, problems: list[Problem], text: str | None = None
+) -> YamlNode:
     """One file as a tree; its root is known by the file, without a line.
 
     Args:
         shown: the file as complaints name it.
         problems: as of `read_yaml`.
+        text: what stands in the file; None: it is read.
 
     Raises:
         RunFileError: there is no such file, or it is not a mapping in YAML.
     """
     try:
-        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
+        if text is None:
+            text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
         root = read_yaml(text, Origin(shown, 1, path.parent), problems)
     except FileNotFoundError:
         raise RunFileError(f"{shown}: no such file{near_file(path)}") from None
@@ -159,7 +163,7 @@ class _Builder:
         except (ValueError, KeyError):
             kind = raw.tag.removeprefix(TAG)
             return self._refuse(origin, path, f"{raw.value[:60]!r} cannot be read as {kind}")
-        if isinstance(value, str) and (odd := _HALF.search(value)):
+        if isinstance(value, str) and (odd := _SURROGATE.search(value)):
             text = f"holds half of a surrogate pair (U+{ord(odd[0]):04X}), which is not a character"
             return self._refuse(origin, path, text)
         return YamlNode(value, origin, raw.value)

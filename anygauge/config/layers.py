@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.document import NotYaml, read_document, read_yaml
-from anygauge.config.paths import expand
+from anygauge.config.paths import expand_path
 from anygauge.config.strategies import word_as_section
 from anygauge.config.tree import (
     Origin,
@@ -18,13 +18,13 @@ from anygauge.config.tree import (
     describe_value,
     is_private,
     merge,
-    plain,
+    plain_value,
     run_file_error,
 )
 from anygauge.util.hiding import HIDDEN
 from anygauge.util.text import near_file
 
-_SHOWN = 300
+_MAX_SHOWN = 300
 _EXAMPLE = "such as --set train.steps=10"
 
 
@@ -34,20 +34,23 @@ def read_files(
     environ: Mapping[str, str],
     problems: list[Problem],
     chain: tuple[tuple[Path, str], ...] = (),
+    root: YamlNode | None = None,
 ) -> YamlNode:
     """One file with everything it extends merged beneath it.
 
     Args:
         path: the file, absolute.
+        root: what was read in its place.
         shown: the file as complaints name it.
         environ: variables for the paths of `extends`.
         problems: complaints that leave the rest readable are added here.
         chain: the files that led here, each real path with its shown name.
+        root: what stands in the file; None: it is read.
 
     Raises:
         RunFileError: a file is not there, is not YAML, or extends itself.
     """
-    root = read_document(path, shown, problems)
+    root = read_document(path, shown, problems) if root is None else root
     word_as_section(root)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)
@@ -57,7 +60,7 @@ def read_files(
     for item in extends.value if isinstance(extends.value, tuple) else (extends,):
         text, complaint = "", f"got {describe_value(item)}, expected a file or a list of files"
         if isinstance(item.value, str):
-            text, complaint = expand(item.value, environ)
+            text, complaint = expand_path(item.value, environ)
         base = path.parent / text
         seen = [real for real, _ in chain]
         if not complaint and not base.is_file():
@@ -91,15 +94,15 @@ def read_command_line(
         path, node = _read_override(text, folder, problems)
         if node is not None:
             written[path] = node
-            tree = merge(tree, _nested(path, node))
+            tree = merge(tree, _nest_value(path, node))
     for path, value in flags.items():
         if value is None:
             continue
         flag = Origin("--" + path.rpartition(".")[2].replace("_", "-"), None, folder)
-        if path in written and plain(written[path]) != value:
+        if path in written and plain_value(written[path]) != value:
             text = f"contradicts {written[path].origin}; give one of them"
             problems.append(Problem(flag, path, text))
-        tree = merge(tree, _nested(path, YamlNode(value, flag, str(value))))
+        tree = merge(tree, _nest_value(path, YamlNode(value, flag, str(value))))
     return tree
 
 
@@ -109,7 +112,7 @@ def _read_override(text: str, folder: Path, problems: list[Problem]) -> tuple[st
     path = path.strip()
     parts = tuple(path.split("."))
     shown = f"{path}={HIDDEN}" if equals and is_private(parts) else text
-    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    shown = shown if len(shown) <= _MAX_SHOWN else f"{shown[:_MAX_SHOWN]}..."
     origin = Origin(f"--set {shown}", None, folder)
     node, where = None, ""
     if not equals:
@@ -134,7 +137,7 @@ def _read_override(text: str, folder: Path, problems: list[Problem]) -> tuple[st
     return path, node
 
 
-def _nested(path: str, value: YamlNode) -> YamlNode:
+def _nest_value(path: str, value: YamlNode) -> YamlNode:
     """`value` under one implied mapping for each part of `path`."""
     for part in reversed(path.split(".")):
         value = YamlNode({part: value}, value.origin, implied=True)

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from anygauge.config.tree import Problem, YamlNode, dotted_path, plain
+from anygauge.config.tree import Problem, YamlNode, dotted_path, plain_value
 from anygauge.util.text import did_you_mean, near_file
 
 DATA_SUFFIXES = (".json", ".jsonl", ".csv", ".parquet", ".arrow", ".txt")
@@ -35,7 +35,7 @@ _MODEL = ("model", "name")
 _TOKENIZER = ("model", "tokenizer")
 _CHECKPOINT = ("checkpoint", "resume")
 _TOKEN_LISTS = (("model", "new_tokens"), ("model", "new_special_tokens"))
-_ALWAYS: tuple[Place, ...] = (
+_PATH_FIELDS: tuple[Place, ...] = (
     *(CHAT_TEMPLATE, CACHE, _MODEL, _TOKENIZER, ("adapter", "start_from"), _CHECKPOINT, OUTPUT),
     *_TOKEN_LISTS,
 )
@@ -52,7 +52,7 @@ def paths_in(values: Any) -> Iterator[tuple[Place, str]]:
     Args:
         values: the run in dicts and lists, right or wrong.
     """
-    for place in (*_places_of_data(values), *_ALWAYS):
+    for place in (*_places_of_data(values), *_PATH_FIELDS):
         text = value_at(values, place)
         if isinstance(text, str) and not holds_template(place, text):
             yield place, text
@@ -68,7 +68,7 @@ def _places_of_data(values: Any) -> Iterator[Place]:
 
 
 def value_at(values: Any, place: Place) -> Any:
-    """What stands at a place; None where there is no such place."""
+    """Return what stands at a place; None where there is no such place."""
     for part in place:
         try:
             values = values[part]
@@ -116,16 +116,16 @@ def resolve_paths(
         cwd: what `output` is relative to.
         problems: a variable that is not set, and the like, is added here.
     """
-    for place, written in paths_in(plain(root)):
+    for place, written in paths_in(plain_value(root)):
         node = root.nearest(*place)
-        text, complaint = expand(written, environ)
+        text, complaint = expand_path(written, environ)
         if complaint:
             problems.append(Problem(node.origin, dotted_path(place), complaint))
         else:
             node.value = locate(place, text, cwd if place == OUTPUT else node.origin.folder)
 
 
-def expand(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
+def expand_path(text: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """`text` with `~`, `$NAME` and `${NAME}` replaced and `$$` as a dollar sign, and a complaint.
 
     The complaint is "" unless a variable is not set, a home is not known, or no path is left.
@@ -170,7 +170,7 @@ def locate(path: Place, text: str, folder: Path) -> str:
 
 
 def complaint_about(path: Place, text: str) -> str:
-    """What is wrong with the file or folder that a resolved field names; "" if it can be used."""
+    """Tell what is wrong with the path in a resolved field; "" if it can be used."""
     if path in (OUTPUT, CACHE) or (_is_source(path) and is_remote(text)):
         return ""
     target = Path(text)

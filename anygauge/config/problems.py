@@ -1,4 +1,4 @@
-"""What is wrong with a run file, each complaint as one line that says what to change."""
+"""Describes what is wrong with a run file: one line for each complaint, with the remedy."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ PEER_ALIASES = {
         "backend": "device accelerator",
         "checkpoint.every": "save_steps save_strategy save_every",
         "checkpoint.keep_last": "save_total_limit",
+        "checkpoint.result: best": "load_best_model_at_end",
         "checkpoint.resume": "resume_from_checkpoint",
         "data.eval.path": "validation_file eval_file eval_dataset",
         "data.eval_fraction": "val_set_size test_size",
@@ -56,6 +57,9 @@ PEER_ALIASES = {
         "precision.reduce_dtype": "reduce",
         "strategy.stage": "zero_stage",
         "trackers": "report_to",
+        "train.deterministic": "full_determinism",
+        "train.early_stopping.min_delta": "early_stopping_threshold",
+        "train.early_stopping.patience": "early_stopping_patience",
         "train.epochs": "num_epochs num_train_epochs n_epochs max_epochs",
         "train.eval_at_start": "eval_on_start",
         "train.eval_every": "eval_steps eval_strategy evaluation_strategy",
@@ -71,6 +75,7 @@ PEER_ALIASES = {
         "train.optimizer.name: adamw": "adamw_torch adamw_torch_fused adamw_hf",
         "train.optimizer.name: adamw_8bit": "adamw_bnb_8bit paged_adamw_8bit",
         "train.schedule.final_ratio": "min_lr_ratio",
+        "train.schedule.name: warmup_stable_decay": "wsd",
         "train.schedule.name": "lr_scheduler_type lr_scheduler",
         "train.steps": "max_steps",
     }.items()
@@ -86,13 +91,13 @@ def empty_sections(root: YamlNode, kind: Kind) -> Iterator[Problem]:
     """Complaints about sections that may be null, and stand there without a word."""
     for path, node in root.nodes():
         if node.value is None and not node.text:
-            expected = kind.at(path)
+            expected = kind.descendant(path)
             if expected is not None and expected.section and "null" in str(expected):
                 text = "is left empty; give its fields, '{}' for all defaults, or null for none"
                 yield Problem(node.origin, dotted_path(path), text)
 
 
-def explain(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Problem]:
+def explain_errors(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Problem]:
     """One problem for each wrong field.
 
     Args:
@@ -106,17 +111,17 @@ def explain(error: ValidationError, root: YamlNode, run: Kind) -> Iterator[Probl
     # the innermost is the one to change.
     outer = {path[:length] for path in paths for length in range(len(path))}
     for item, path in zip(items, paths, strict=True):
-        parent = run.at(path[:-1])
+        parent = run.descendant(path[:-1])
         section = None if parent is None else parent.section
         node = root.nearest(*path)
         if item["type"] == "missing" and section is not None and path[-1] == item["loc"][-1]:
             text = f"missing: {meaning(section.model_fields[str(path[-1])])}"
         elif item["type"] == "extra_forbidden" and section is not None:
-            text = _unknown(path, section, chosen=root.get("strategy", "name") is not None)
+            text = _unknown_field(path, section, chosen=root.get("strategy", "name") is not None)
         elif item["type"] == "value_error":
-            text = _refused(path, str(item["ctx"]["error"]), root)
+            text = _refusal(path, str(item["ctx"]["error"]), root)
         elif path not in outer:
-            text = _wrong(path, node, run.at(path) or Kind(Any))
+            text = _wrong_value(path, node, run.descendant(path) or Kind(Any))
         else:
             continue
         yield Problem(node.origin, dotted_path(path), text)
@@ -133,11 +138,11 @@ def _path(loc: tuple[int | str, ...], root: YamlNode, run: Kind) -> _Path:
 
 
 def _is_field(run: Kind, path: _Path, name: str) -> bool:
-    kind = run.at(path)
+    kind = run.descendant(path)
     return kind is not None and kind.section is not None and name in kind.section.model_fields
 
 
-def _unknown(path: _Path, section: type[Section], *, chosen: bool) -> str:
+def _unknown_field(path: _Path, section: type[Section], *, chosen: bool) -> str:
     """A field that a section does not have, with where the user may have wanted to go.
 
     Args:
@@ -180,8 +185,8 @@ def _other_homes(field: str, here: _Path) -> list[str]:
     return [dotted_path(home) or "the top level" for home in homes if home != here]
 
 
-def _refused(path: _Path, text: str, root: YamlNode) -> str:
-    """What a section's own check said, with the places of the fields that it names."""
+def _refusal(path: _Path, text: str, root: YamlNode) -> str:
+    """Return the message of a section's own check, with the places of the fields that it names."""
     places = [
         f"{name}: {node.origin}"
         for name in dict.fromkeys(re.findall(r"'(\w+)'", text))
@@ -190,10 +195,10 @@ def _refused(path: _Path, text: str, root: YamlNode) -> str:
     return f"{text} ({', '.join(places)})" if len(places) > 1 else text
 
 
-def _wrong(path: _Path, node: YamlNode, expected: Kind) -> str:
+def _wrong_value(path: _Path, node: YamlNode, expected: Kind) -> str:
     wanted = " or ".join(dict.fromkeys(map(_with_article, expected.members)))
     said = f"got {describe_value(node, private=is_private(path))}, expected {wanted}"
-    return "; ".join([said, *_hints(node, expected), *_first_field(path, node, expected)])
+    return "; ".join([said, *_hints(node, expected), *_first(path, node, expected)])
 
 
 def _with_article(kind: Kind) -> str:
@@ -238,13 +243,13 @@ def _value_here(value: str) -> str:
     return PEER_ALIASES.get(value, "").partition(": ")[2] or value
 
 
-def _first_field(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
+def _first(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
     """Where a text stands in place of a section: the field of it that the text is for."""
     chosen = any(member.choices for member in expected.members)
     if expected.section is None or chosen or not isinstance(node.value, str):
         return
     for name in ("name", "type", "path", "param_dtype"):
-        value, field = _value_here(node.value), expected.below(name)
+        value, field = _value_here(node.value), expected.child(name)
         if field is not None and (value in field.choices or "text" in str(field)):
             yield f"write '{dotted_path((*path, name))}: {value}'"
             return

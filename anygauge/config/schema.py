@@ -92,10 +92,11 @@ class DataSection(Section):
     """Rows to train and evaluate on, and how they become tokens."""
 
     train: SourceSection | list[SourceSection] = Field(
-        description="Rows to train on: one source, or a list of them."
+        description="Rows to train on: one source, or a list of them.",
+        json_schema_extra={"minItems": 1},
     )
     eval: SourceSection | list[SourceSection] | None = Field(
-        None, description="Rows to evaluate on."
+        None, description="Rows to evaluate on.", json_schema_extra={"minItems": 1}
     )
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of the training rows to hold out for evaluation, in place of eval."
@@ -145,8 +146,7 @@ class DataSection(Section):
     )
     streaming: bool = Field(
         False,
-        description="Tokenize rows during training instead of before it; remote rows are then "
-        "read over the network, without a copy on disk.",
+        description="Tokenize rows during training instead of before it, without a copy on disk.",
     )
     shuffle_buffer: Annotated[int, Field(ge=1, le=10_000_000)] = Field(
         10_000,
@@ -156,17 +156,18 @@ class DataSection(Section):
         None,
         description="Folder for tokenized rows; null: $ANYGAUGE_CACHE, or ~/.cache/anygauge; off: "
         "tokenize anew in each run.",
+        json_schema_extra={"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]},
     )
 
     @field_validator("cache", mode="before")
     @classmethod
-    def _off(cls, value: Any) -> Any:
+    def _read_off(cls, value: Any) -> Any:
         # YAML reads a bare `off` as false.
         return "off" if value is False else value
 
     @field_validator("chat_template_kwargs")
     @classmethod
-    def _free(cls, value: dict[str, Any]) -> dict[str, Any]:
+    def _check_kwargs(cls, value: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(_ARGUMENTS & value.keys()):
             raise ValueError(
                 f"{', '.join(map(repr, taken))}: anygauge sets this itself, row by row; give "
@@ -189,15 +190,15 @@ class DataSection(Section):
     @property
     def train_sources(self) -> tuple[SourceSection, ...]:
         """The training sources, also where there is but one."""
-        return _listed(self.train)
+        return _as_tuple(self.train)
 
     @property
     def eval_sources(self) -> tuple[SourceSection, ...]:
         """The evaluation sources; empty where there are none."""
-        return _listed(self.eval)
+        return _as_tuple(self.eval)
 
     @model_validator(mode="after")
-    def _checked(self) -> DataSection:
+    def _check_combination(self) -> DataSection:
         if self.train == [] or self.eval == []:
             raise ValueError("an empty list has no rows; give at least one source")
         if self.eval is not None and self.eval_fraction:
@@ -223,7 +224,7 @@ class DataSection(Section):
         return self
 
     def _check_streamed(self) -> None:
-        """What cannot be done with rows that are read in their own order."""
+        """Refuse what rows that are read in their own order cannot do."""
         way_out = "; leave 'streaming' out (rows are then tokenized before the run)"
         weighted = [source for source in self.train_sources if source.weight != 1]
         if weighted:
@@ -244,7 +245,7 @@ class DataSection(Section):
                 )
 
 
-def _listed(
+def _as_tuple(
     sources: SourceSection | list[SourceSection] | None,
 ) -> tuple[SourceSection, ...]:
     if sources is None:
@@ -270,7 +271,7 @@ class PrecisionSection(Section):
     )
 
 
-def _variable(name: str) -> str:
+def _check_variable(name: str) -> str:
     if not name or "=" in name or "\0" in name:
         what = f"{name[:60]!r} cannot be the name of a variable"
         raise ValueError(f"{what}: a name has at least one character, and no '=' or NUL")
@@ -283,7 +284,7 @@ def _without_nul(value: str) -> str:
     return value
 
 
-_Variable = Annotated[str, AfterValidator(_variable)]
+_Variable = Annotated[str, AfterValidator(_check_variable)]
 _VariableValue = Annotated[str, AfterValidator(_without_nul)]
 
 
@@ -352,6 +353,18 @@ class RunFile(Section):
         return self
 
     @model_validator(mode="after")
+    def _chosen_by_evaluations(self) -> RunFile:
+        early, best = self.train.early_stopping is not None, self.checkpoint.result == "best"
+        rows = self.data.eval_sources or self.data.eval_fraction
+        if (early or best) and not (rows and self.train.eval_every):
+            raise ValueError(
+                f"'{'train.early_stopping' if early else 'checkpoint.result: best'}' needs "
+                "evaluations during the run; set 'train.eval_every', and 'data.eval' or "
+                "'data.eval_fraction'"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _options_of_trackers(self) -> RunFile:
         unused = sorted(set(self.tracker_options) - set(self.trackers))
         if unused:
@@ -362,18 +375,18 @@ class RunFile(Section):
         return self
 
     def written_at(self, places: Mapping[str, Origin]) -> RunFile:
-        """The same run, whose values come from there; see `Origins`."""
+        """Return the same run with these places of its values; see `Origins`."""
         run = self.model_copy()
         run._origins = Origins(places)
         return run
 
-    def sets(self, path: str) -> bool:
+    def has_value(self, path: str) -> bool:
         """Whether the run file or the command line has a value for a dotted path."""
         return path in self._origins.places
 
     def origin(self, path: str) -> Origin:
-        """Where `path` was written, or else the section that it belongs to, or the file."""
-        while path and not self.sets(path):
+        """Return where `path` was written, or else the section that it belongs to, or the file."""
+        while path and not self.has_value(path):
             path = path[: max(path.rfind("."), path.rfind("["), 0)]
         return self._origins.places[path]
 
@@ -382,13 +395,13 @@ class RunFile(Section):
         return self.errors([(path, text)])
 
     def errors(self, said: Iterable[tuple[str, str]]) -> RunFileError:
-        """The same about several fields, each with its path and text."""
+        """Return one error about several fields, each with its path and text."""
         problems = [Problem(self.origin(path), path, text) for path, text in said]
         return run_file_error(self._origins.places[""].label, problems)
 
     @contextlib.contextmanager
-    def placed(self) -> Iterator[None]:
-        """Add file and line to what a plugin says of its options: "path: text", a line each."""
+    def locate_errors(self) -> Iterator[None]:
+        """Add file and line to a plugin's complaints about options: "path: text", a line each."""
         try:
             yield
         except RunFileError as error:

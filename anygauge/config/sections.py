@@ -69,7 +69,7 @@ class ModelSection(Section):
     new_tokens_init: Literal["mean", "normal"] = Field(
         "mean",
         description="Initial embedding rows of new tokens: the mean of the existing rows, or drawn "
-        "by the seed from a normal distribution with their mean and covariance.",
+        "with their mean and covariance.",
     )
     eos_token: str | None = Field(
         None,
@@ -91,7 +91,7 @@ class ModelSection(Section):
         return self
 
 
-def _expression(text: str) -> str:
+def _check_regex(text: str) -> str:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of what may mean something else in a later Python
@@ -101,9 +101,9 @@ def _expression(text: str) -> str:
     return text
 
 
-def _targets(value: str | list[str]) -> str | list[str]:
+def _check_targets(value: str | list[str]) -> str | list[str]:
     try:
-        return _expression(value) if isinstance(value, str) and value != "all-linear" else value
+        return _check_regex(value) if isinstance(value, str) and value != "all-linear" else value
     except ValueError as error:
         raise ValueError(
             f"{error}; valid: all-linear, a list of the last parts of layer names, or one regular "
@@ -111,8 +111,8 @@ def _targets(value: str | list[str]) -> str | list[str]:
         ) from None
 
 
-_Expression = Annotated[str, AfterValidator(_expression)]
-_Targets = Annotated[str | list[str], AfterValidator(_targets)]
+_Expression = Annotated[str, AfterValidator(_check_regex)]
+_Targets = Annotated[str | list[str], AfterValidator(_check_targets)]
 
 
 class AdapterGroup(Section):
@@ -156,8 +156,8 @@ class AdapterSection(Section):
     )
     target_parameters: list[str] = Field(
         default_factory=list,
-        description="Parameters that are not the weight of a linear layer or embedding, by the "
-        "last parts of their names, such as experts.gate_up_proj of a mixture of experts.",
+        description="Other parameters than a layer's weight, by the last parts of their names, "
+        "such as experts.gate_up_proj.",
     )
     start_from: str | None = Field(
         None,
@@ -175,21 +175,22 @@ class AdapterSection(Section):
     )
     modules_to_save: list[str] = Field(
         default_factory=list,
-        description="Modules that are trained whole and saved beside the factors, by the ends of "
-        "their names, such as mlp.gate for routers, or embed_tokens.",
+        description="Modules that are trained and saved whole, by the ends of their names, such as "
+        "mlp.gate for routers, or embed_tokens.",
     )
 
     @property
-    def given(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file gives."""
+    def own_fields(self) -> frozenset[str]:
+        """The fields that `start_from` decides and the run file gives."""
         return _DECIDED_BY_START & self.model_fields_set
 
     @property
     def left_out(self) -> frozenset[str]:
-        """Of the fields that `start_from` decides, those that the run file does not give."""
+        """The fields that `start_from` decides and the run file does not give."""
         return _DECIDED_BY_START - self.model_fields_set
 
 
+_Share = Annotated[float, Field(gt=0, le=1)]
 _Ratio = Annotated[float, Field(ge=1, le=LARGEST_NUMBER, allow_inf_nan=False)]
 _SEEDS = 2**63 - 1
 
@@ -236,17 +237,35 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate over the run: linear warmup, then one of three shapes."""
+    """Learning rate over the run: linear warmup, then one of four shapes."""
 
-    name: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape.")
+    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
+        "cosine",
+        description="Shape; warmup_stable_decay (WSD) is constant, then falls at the end.",
+    )
     warmup_steps: NonNegative = Field(0, description="Steps from 0 to the peak.")
     warmup_ratio: Fraction = Field(0.0, description="The same as a share of all steps.")
     final_ratio: Fraction = Field(0.0, description="Last rate as a share of the peak.")
+    num_decay_steps: Positive | None = Field(
+        None, description="warmup_stable_decay: steps of the decay; null: see decay_ratio."
+    )
+    decay_ratio: _Share | None = Field(
+        None, description="The same as a share of all steps; null: 0.1."
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] | None = Field(
+        None, description="warmup_stable_decay: shape of the decay; null: cosine."
+    )
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> ScheduleSection:
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("give 'warmup_steps' or 'warmup_ratio', not both")
+    def _each_once(self) -> ScheduleSection:
+        for steps, ratio in (("warmup_steps", "warmup_ratio"), ("num_decay_steps", "decay_ratio")):
+            if getattr(self, steps) and getattr(self, ratio):
+                raise ValueError(f"give '{steps}' or '{ratio}', not both")
+        decay = [n for n in ("num_decay_steps", "decay_ratio", "decay_type") if getattr(self, n)]
+        if decay and self.name != "warmup_stable_decay":
+            raise ValueError(
+                f"'{decay[0]}' is a setting of warmup_stable_decay, not of {self.name}; remove it"
+            )
         return self
 
 
@@ -263,10 +282,21 @@ class CheckpointingSection(Section):
 
 
 def recomputation(given: bool | CheckpointingSection) -> Activations:
-    """What ``train.gradient_checkpointing`` says of decoder layers."""
+    """Read ``train.gradient_checkpointing`` for decoder layers."""
     if isinstance(given, bool):
         return Activations(every=int(given))
     return Activations(every=given.every, selective=given.selective)
+
+
+class EarlyStoppingSection(Section):
+    """Ends the run when the evaluation loss no longer falls. Needs `eval_every`."""
+
+    patience: Positive = Field(
+        description="Evaluations in a row without a lower loss after which the run ends."
+    )
+    min_delta: NonNegativeNumber = Field(
+        0.0, description="A loss is lower only if it is below the lowest one by more than this."
+    )
 
 
 class TrainSection(Section):
@@ -295,7 +325,7 @@ class TrainSection(Section):
     activation_offloading: bool = Field(
         False,
         description="Keep what layers save for backward in the host's memory until backward needs "
-        "it; weights stay where they are.",
+        "it.",
     )
     router_aux_loss_coef: NonNegativeNumber = Field(
         0.0,
@@ -308,11 +338,19 @@ class TrainSection(Section):
     eval_at_start: bool = Field(
         False, description="Evaluate before the first step too: with an adapter, the base model."
     )
+    early_stopping: EarlyStoppingSection | None = Field(
+        None, description="End the run when the evaluation loss no longer falls; null: never."
+    )
+    deterministic: bool = Field(
+        False,
+        description="Use only operations that give the same bits each time on the same devices "
+        "and software; slower. The run says what the backend cannot promise.",
+    )
     log_every: Positive = Field(1, description="Steps between lines of metrics.")
     throughput_warmup_steps: NonNegative = Field(
         3,
-        description="First steps, and first after resuming, that tokens_per_s of the summary "
-        "leaves out: a device may compile in them. Metrics of every step are kept.",
+        description="First steps, also after resuming, that the summary's tokens_per_s leaves out: "
+        "a device may compile in them.",
     )
     system_every_s: NonNegativeNumber = Field(
         10.0, description="Seconds between samples of host, process and device; 0: none."
@@ -365,6 +403,11 @@ class CheckpointSection(Section):
     keep_best: NonNegative = Field(
         0, description="Also kept: this many with the lowest evaluation loss."
     )
+    result: Literal["last", "best"] = Field(
+        "last",
+        description="What the run saves in the end: what its last step left, or the checkpoint "
+        "with the lowest evaluation loss, which implies keep_best: 1.",
+    )
     grace_s: Seconds = Field(
         60.0,
         description="Seconds to end the step under way and write a checkpoint when asked to end.",
@@ -374,3 +417,8 @@ class CheckpointSection(Section):
         description="never; auto, which takes the newest sound checkpoint of this run, if there is "
         "one; or the folder of a checkpoint.",
     )
+
+    @property
+    def num_best(self) -> int:
+        """How many checkpoints with the lowest losses are kept: `result` may need one."""
+        return max(self.keep_best, int(self.result == "best"))

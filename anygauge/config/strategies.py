@@ -22,7 +22,7 @@ DEFAULT = "auto"
 _NAME = "How the model is spread: a strategy's name."
 
 
-def _known(name: Any) -> Any:
+def _check_known(name: Any) -> Any:
     if not isinstance(name, str):
         got = f"{json.dumps(name)} ({type(name).__name__})"
         raise ValueError(f"got {got}, expected the name of a strategy")
@@ -36,7 +36,7 @@ def _known(name: Any) -> Any:
 class StrategySection(Section):
     """How the model is spread over ranks."""
 
-    name: Annotated[str, BeforeValidator(_known)] = Field(description=_NAME)
+    name: Annotated[str, BeforeValidator(_check_known)] = Field(description=_NAME)
 
 
 def section_of(name: str | None) -> type[StrategySection]:
@@ -46,7 +46,7 @@ def section_of(name: str | None) -> type[StrategySection]:
         UnknownNameError: there is no such strategy; names the nearest.
         PluginError: several claim the name, or its fields cannot be read.
     """
-    return _section(installed_plugins().find_strategy(DEFAULT if name is None else name))
+    return _section_class(installed_plugins().find_strategy(DEFAULT if name is None else name))
 
 
 def all_sections() -> dict[str, type[StrategySection]]:
@@ -58,7 +58,7 @@ def all_sections() -> dict[str, type[StrategySection]]:
 
 
 @cache
-def _section(provided: Provided[StrategySpec]) -> type[StrategySection]:
+def _section_class(provided: Provided[StrategySpec]) -> type[StrategySection]:
     name = provided.spec.name
     fields: dict[str, Any] = {"name": (Literal[name], Field(name, description=_NAME))}
     bases: Any = (load_options(provided), StrategySection)
@@ -76,11 +76,11 @@ def strategy_of(section: type[StrategySection]) -> str:
 
 
 def default_section() -> StrategySection:
-    """Of a run file that says nothing of its strategy."""
+    """Return the section of a run file that does not name a strategy."""
     return section_of(None).model_validate({})
 
 
-def _validated(value: Any, handler: ModelWrapValidatorHandler[StrategySection]) -> StrategySection:
+def _validate(value: Any, handler: ModelWrapValidatorHandler[StrategySection]) -> StrategySection:
     """Validate a section as that of the strategy that it names."""
     if not isinstance(value, Mapping):
         return handler(value)
@@ -92,7 +92,7 @@ def _validated(value: Any, handler: ModelWrapValidatorHandler[StrategySection]) 
     return section.model_validate(dict(value))
 
 
-AnyStrategySection = Annotated[SerializeAsAny[StrategySection], WrapValidator(_validated)]
+AnyStrategySection = Annotated[SerializeAsAny[StrategySection], WrapValidator(_validate)]
 """A section of any strategy: checked by the class of the one that it names, written whole."""
 
 
@@ -110,7 +110,7 @@ def spell_out(root: YamlNode) -> None:
         return
     for spec in (provided.spec for provided in installed_plugins().strategies):
         if make := spec.shorthands.get(name.value):
-            made = make(_count(root, "nodes"), _count(root, "devices"))
+            made = make(_count_in(root, "nodes"), _count_in(root, "devices"))
             given = root.value["strategy"].value
             given["name"] = replace(name, value=spec.name)
             for field, value in made.items():
@@ -118,7 +118,7 @@ def spell_out(root: YamlNode) -> None:
             return
 
 
-def _count(root: YamlNode, field: str) -> int:
+def _count_in(root: YamlNode, field: str) -> int:
     """``launch.nodes`` or ``launch.devices``, as far as it is a number."""
     node = root.get("launch", field)
     return node.value if node is not None and type(node.value) is int and node.value > 0 else 1

@@ -9,7 +9,7 @@ from typing import Any
 
 from anygauge.interface import RunFileError
 from anygauge.util.hiding import is_secret
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 _MOST_SHOWN = 50
 
@@ -56,7 +56,7 @@ class YamlNode:
 
     @property
     def items(self) -> tuple[YamlNode, ...]:
-        """Those of a list; none of anything else."""
+        """The items of a list; none of anything else."""
         return self.value if isinstance(self.value, tuple) else ()
 
     def nodes(self, path: tuple[object, ...] = ()) -> Iterator[tuple[tuple[object, ...], YamlNode]]:
@@ -95,12 +95,12 @@ def merge(base: YamlNode, over: YamlNode) -> YamlNode:
     return YamlNode(merged, origin, base.text, implied=base.implied and over.implied)
 
 
-def plain(node: YamlNode) -> Any:
+def plain_value(node: YamlNode) -> Any:
     """The value alone: dicts, lists and scalars."""
     if isinstance(node.value, dict):
-        return {key: plain(below) for key, below in node.value.items()}
+        return {key: plain_value(below) for key, below in node.value.items()}
     if isinstance(node.value, tuple):
-        return [plain(item) for item in node.value]
+        return [plain_value(item) for item in node.value]
     return node.value
 
 
@@ -120,7 +120,7 @@ def describe_value(node: YamlNode, *, private: bool = False) -> str:
     if private:
         return f"a value of type {type(value).__name__} (not shown)"
     shown = repr(value) if isinstance(value, str) else node.text
-    return f"{short(shown)} ({type(value).__name__})"
+    return f"{shorten(shown)} ({type(value).__name__})"
 
 
 def is_private(path: tuple[object, ...]) -> bool:

@@ -12,7 +12,7 @@ from anygauge.data.batches import (
 )
 from anygauge.data.encode import prompt_ids
 from anygauge.data.prepare_rows import (
-    Prepared,
+    PreparedRows,
     addresses,
     advice,
     copy_addresses,
@@ -31,7 +31,7 @@ __all__ = [
     "Layout",
     "MicroBatch",
     "Prefetcher",
-    "Prepared",
+    "PreparedRows",
     "Schedule",
     "TokenizedRows",
     "Tokens",

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 
 Work = TypeVar("Work")
-IGNORED = -100
+IGNORE_INDEX = -100
 """The label of positions without a loss."""
 
 
@@ -68,7 +68,7 @@ class MicroBatch:
 
     Attributes:
         input_ids: sequences are padded on the right.
-        shift_labels: the token that each position is to predict; `IGNORED` where there is no loss.
+        shift_labels: the token that each position is to predict; `IGNORE_INDEX`: there is no loss.
         attention_mask: 1 for tokens, 0 for padding.
         position_ids: from 0; packed documents and the padding behind them each begin anew.
         segment_ids: packed: the document's number in its sequence from 1, 0 for padding.
@@ -94,7 +94,7 @@ class MicroBatch:
     tokens: int
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """By name, for moving to a device; `segment_ids` only where packed."""
+        """Map names to tensors, to move them to a device; `segment_ids` only where packed."""
         names = ("input_ids", "shift_labels", "attention_mask", "position_ids", "segment_ids")
         named = {name: getattr(self, name) for name in names}
         return {name: tensor for name, tensor in named.items() if tensor is not None}
@@ -125,7 +125,7 @@ class Layout:
     def of(
         cls, run: RunFile, share: Share, pad_id: int, shapes: ShapePolicy, **more: Any
     ) -> Layout:
-        """That of a run."""
+        """Return the layout of a run."""
         return cls(
             micro_batch=run.train.sequences_at_once(share.count),
             max_length=run.data.max_length,
@@ -137,13 +137,13 @@ class Layout:
         )
 
     @property
-    def agrees(self) -> bool:
+    def has_one_width(self) -> bool:
         """Whether all ranks of a step, or of a round of evaluation, have one width: where shapes
         are compiled, all would wait for a rank with one of its own. A static one is agreed on."""
         return self.shapes.kind is ShapeKind.BUCKETED
 
     @property
-    def alone(self) -> bool:
+    def may_vary_width(self) -> bool:
         """Whether a micro-batch with rows may have a width of its own all the same: none waits."""
         return not (self.share.count > 1 or self.packing or self.share.one_width)
 
@@ -160,11 +160,11 @@ class Layout:
             turns: tokens of the longest sequence of each; 0 where it has only dummies.
             longest: tokens of the longest sequence that any rank has in this step.
         """
-        if self.agrees:
+        if self.has_one_width:
             # Packs are as full as they can be: nearly all have one width, and then all may.
             longest = self.max_length if self.packing else longest
             # Dummies must not have a shape of their own.
-            return [self.width(own if own and self.alone else longest) for own in turns]
+            return [self.width(own if own and self.may_vary_width else longest) for own in turns]
         return [self.width(max(turns) if self.share.one_width else own) for own in turns]
 
     def width(self, longest: int) -> int:
@@ -186,7 +186,7 @@ class Layout:
         isolated = self.packing is True
         shape = (len(sequences), width)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORED, dtype=np.int64)
+        labels = np.full(shape, IGNORE_INDEX, dtype=np.int64)
         mask = np.zeros(shape, dtype=np.int64)
         positions = np.tile(np.arange(width, dtype=np.int64), (len(sequences), 1))
         segments = np.zeros(shape, dtype=np.int64)
@@ -195,7 +195,7 @@ class Layout:
             for number, document in enumerate(sequence or dummy, start=1):
                 end = at + len(document.ids)
                 input_ids[place, at:end] = document.ids
-                labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORED)
+                labels[place, at:end] = np.where(document.loss_mask, document.ids, IGNORE_INDEX)
                 mask[place, at:end] = 1
                 segments[place, at:end] = number
                 if isolated:
@@ -203,7 +203,7 @@ class Layout:
                 at = end
         # What is added for a multiple is no token: it has no loss, and nobody attends to it.
         more = -width % self.share.multiple
-        shifted = np.pad(labels[:, 1:], ((0, 0), (0, 1 + more)), constant_values=IGNORED)
+        shifted = np.pad(labels[:, 1:], ((0, 0), (0, 1 + more)), constant_values=IGNORE_INDEX)
         own = shifted[:, self.share.positions(width + more)]
 
         def tensor(array: NDArray[np.int64]) -> torch.Tensor:
@@ -217,16 +217,16 @@ class Layout:
             attention_mask=tensor(mask),
             position_ids=tensor(positions),
             segment_ids=tensor(segments) if isolated else None,
-            loss_rows=tensor(np.flatnonzero(own != IGNORED)) if dynamic else None,
+            loss_rows=tensor(np.flatnonzero(own != IGNORE_INDEX)) if dynamic else None,
             has_padding=bool(more) or not mask.all(),
             origins=tuple(document.origin for sequence in sequences for document in sequence),
-            num_loss_tokens=int((labels != IGNORED).sum()),
+            num_loss_tokens=int((labels != IGNORE_INDEX).sum()),
             tokens=sum(map(tokens_of, sequences)),
         )
 
 
 def tokens_of(sequence: Sequence[Tokens]) -> int:
-    """Of all the documents that a sequence holds."""
+    """Count the tokens of all the documents that a sequence holds."""
     return sum(len(document.ids) for document in sequence)
 
 
@@ -356,7 +356,7 @@ class Batches(ABC):
         settings = [self.schedule.record(), self.layout.packing, self.layout.max_length]
         return key_of(*self._identity, *settings)
 
-    def _checked(self, index: int) -> int:
+    def _check_index(self, index: int) -> int:
         if not 0 <= index < self.steps:
             raise IndexError(f"step {index} is not in 0..{self.steps - 1}")
         return index
@@ -427,7 +427,7 @@ class _Sequences:
             )
 
     def documents(self, sequences: NDArray[np.int64]) -> list[list[Tokens]]:
-        """What sequences hold; `DUMMY` stands for one that holds nothing."""
+        """Return the documents of sequences; `DUMMY` stands for one that holds nothing."""
         found: list[list[Tokens]] = []
         for each in sequences.tolist():
             members = [] if each == DUMMY else [each]
@@ -465,7 +465,7 @@ class RowBatches(Batches):
         if schedule.grouping:
             self._grouped = GroupedOrder(order, sequences.lengths, self.global_batch, stop)
         # The sequences of a step over all ranks; int64 of shape (global_batch,).
-        self.items = lru_cache(KEPT_STEPS)(lambda index: self._find(self._checked(index))[0])
+        self.items = lru_cache(KEPT_STEPS)(lambda index: self._find(self._check_index(index))[0])
 
     def step(self, index: int) -> list[MicroBatch]:
         """See `Batches`."""
@@ -475,11 +475,11 @@ class RowBatches(Batches):
 
     def widths(self, start: int) -> list[int]:
         """See `Batches`; looks at the lengths of all rows that are left."""
-        if not self.layout.agrees:
+        if not self.layout.has_one_width:
             return []
         if self.layout.packing:
             return [self.layout.width(self.layout.max_length)]
-        together = self.layout.micro_batch if self.layout.alone else self.global_batch
+        together = self.layout.micro_batch if self.layout.may_vary_width else self.global_batch
         longest: set[int] = set()
         for first in range(start, self.steps, _STEPS_AT_ONCE):
             tokens = self.sequences.lengths(self._find(first, _STEPS_AT_ONCE))
@@ -500,7 +500,7 @@ class RowBatches(Batches):
         return min((index + 1) * self.global_batch, self._total) / float(self._order.per_epoch)
 
     def _find(self, first: int, count: int = 1) -> NDArray[np.int64]:
-        """As `items`, of several steps; int64 of shape (steps, global_batch)."""
+        """Return the `items` of several steps; int64 of shape (steps, global_batch)."""
         steps = range(first, min(first + count, self.steps))
         if self._grouped is not None:
             return np.stack(list(map(self._grouped.step, steps)))
@@ -509,7 +509,7 @@ class RowBatches(Batches):
 
 
 class EvaluationBatches:
-    """The evaluation micro-batches of one rank; each is laid out when it is asked for.
+    """The evaluation micro-batches of one rank; it lays each out when the loop reads it.
 
     All rows once, in their own order, divided over ranks; every rank has as many batches. Missing
     sequences at the end are dummies, so summed loss over summed `num_loss_tokens` is the same
@@ -544,7 +544,7 @@ class Padding(NamedTuple):
     """Share of the packs' room that holds tokens; None where nothing is packed."""
 
 
-def measure(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
+def measure_padding(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> Padding:
     """Lay out what the schedule reads, without making a tensor."""
     batches = RowBatches(rows, schedule, layout)
     tokens = positions = sequences = 0

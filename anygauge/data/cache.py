@@ -1,4 +1,4 @@
-"""What is worked out once from a file and kept: tokenized rows, copies, numbers of packs.
+"""Keeps what is computed once from a file: tokenized rows, copies, numbers of packs.
 
 An entry is a folder named by a digest of all that decides it. It is built beside its place under a
 lock, flushed and renamed, and its manifest tells the size of every file: whoever opens an entry
@@ -76,7 +76,7 @@ class Cache:
                 folder.mkdir(parents=True, exist_ok=True, mode=0o700)
             self.folder = folder or Path(tempfile.mkdtemp(prefix="anygauge-rows-"))
         except OSError as error:
-            raise _unusable(folder, error) from None
+            raise _cache_error(folder, error) from None
 
     def __enter__(self) -> Cache:
         return self
@@ -109,11 +109,11 @@ class Cache:
                     self._log(f"cache: {place} is damaged and is built again")
                 return self._build(place, build)
         except OSError as error:
-            raise _unusable(self._kept, error) from None
+            raise _cache_error(self._kept, error) from None
 
     def _read(self, place: Path) -> Entry | None:
         """The entry in a folder, if it is whole."""
-        manifest = _json(place / MANIFEST)
+        manifest = _read_manifest(place / MANIFEST)
         if not manifest:
             return None
         files = manifest["files"].items()
@@ -157,17 +157,17 @@ class Cache:
         name = hashlib.sha256(os.fsencode(file)).hexdigest()
         note = self.folder / "digests" / f"{name}.json"
         try:
-            before = _identity(file)
-            known = _json(note)
+            before = _file_identity(file)
+            known = _read_manifest(note)
             if known.get("identity") == before:
                 return str(known["digest"])
             age = time.time() - file.stat().st_ctime
             with file.open("rb") as opened:
                 digest = hashlib.file_digest(opened, "sha256").hexdigest()
-            if _identity(file) != before:
+            if _file_identity(file) != before:
                 raise DataError(f"{path} changed while it was read; try again once it is complete")
         except OSError as error:
-            raise unreadable(path, error) from None
+            raise read_error(path, error) from None
         if age >= _FRESH_S:
             text = json.dumps({"path": str(file), "identity": before, "digest": digest})
             with contextlib.suppress(OSError):  # whoever needs the cache will say so
@@ -180,20 +180,20 @@ def key_of(*parts: Any) -> str:
     return hashlib.sha256(json.dumps([_DIGEST, *parts], sort_keys=True).encode()).hexdigest()
 
 
-def unreadable(path: str, error: OSError) -> DataError:
-    """What to say of a data file that cannot be opened or read."""
+def read_error(path: str, error: OSError) -> DataError:
+    """Return the error of a data file that cannot be opened or read."""
     if isinstance(error, FileNotFoundError):
         file = Path(path).expanduser().absolute()
         return DataError(f"{path}: no such file (looked at {file}){near_file(file)}")
     return DataError(f"{path} cannot be read: {error.strerror or error}")
 
 
-def _identity(file: Path) -> list[int]:
+def _file_identity(file: Path) -> list[int]:
     stat = file.stat()
     return [stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns]
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _read_manifest(path: Path) -> dict[str, Any]:
     """What a file holds; nothing where it is not there or damaged."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
@@ -202,7 +202,7 @@ def _json(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def _unusable(folder: Path | None, error: OSError) -> DataAccessError:
+def _cache_error(folder: Path | None, error: OSError) -> DataAccessError:
     where = f"the temporary folder {tempfile.gettempdir()}"
     remedy = "make room there, or name another folder in TMPDIR"
     if folder is not None:

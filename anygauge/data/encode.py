@@ -146,7 +146,7 @@ class RowEncoder:
             self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without what belongs to this process: who watches renderings."""
+        """Leave out what belongs to this process: who watches renderings."""
         return {**self.__dict__, "_template": None, "_rendering": render_unbounded}
 
     def watch(self, rendering: Rendering) -> None:
@@ -205,7 +205,7 @@ class RowEncoder:
                 f"{count} tokens (0 to {count - 1}); use the tokenizer that the rows were made with"
             )
         loss_mask = np.asarray(row.loss_mask, dtype=np.bool_) | (self.data.loss_on == "all")
-        return self._fitted(index, np.asarray(row.ids, dtype=np.int32), loss_mask)
+        return self._fit(index, np.asarray(row.ids, dtype=np.int32), loss_mask)
 
     def _of_texts(self, rows: Sequence[tuple[int, Row]]) -> Iterator[Tokens]:
         tokens = encode_texts(self.tokenizer, [row.text for _, row in rows])
@@ -215,11 +215,11 @@ class RowEncoder:
             starts = range(0, max(len(whole) - 1, 1), most - 1)
             for number, start in enumerate(starts, start=1 if len(starts) > 1 else 0):
                 part = whole[start : start + most]
-                one = self._fitted(index, part, np.ones(len(part), dtype=np.bool_))
+                one = self._fit(index, part, np.ones(len(part), dtype=np.bool_))
                 yield replace(one, part=number, length=len(whole))
 
     def _of_answers(self, rows: Sequence[tuple[int, Row | Chat]]) -> Iterator[Tokens]:
-        spans = [self._spans(row) for _, row in rows]
+        spans = [self._text_and_spans(row) for _, row in rows]
         aligned = self._aligner.align([text for text, _ in spans], [each for _, each in spans])
         around = (len(self._start), len(self._end))
         for (index, row), (ids, loss_mask) in zip(rows, aligned, strict=True):
@@ -227,10 +227,10 @@ class RowEncoder:
                 ids = np.asarray([*self._start, *ids, *self._end], dtype=np.int32)
                 ends = (self.data.loss_on == "all", True)
                 loss_mask = np.pad(loss_mask, around, constant_values=ends)
-            yield self._fitted(index, ids, loss_mask)
+            yield self._fit(index, ids, loss_mask)
 
-    def _spans(self, row: Row | Chat) -> tuple[str, list[Span]]:
-        """Its text, and the stretches of it that have a loss, in characters."""
+    def _text_and_spans(self, row: Row | Chat) -> tuple[str, list[Span]]:
+        """Return a row's text, and the stretches of it that have a loss, in characters."""
         if isinstance(row, Row):
             text = f"{row.prompt}{row.text}"
             return text, [(0 if self.data.loss_on == "all" else len(row.prompt or ""), len(text))]
@@ -238,7 +238,7 @@ class RowEncoder:
         template.row = row.origin
         return rendered_spans(row, template, has_all=self.data.loss_on == "all")
 
-    def _fitted(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> Tokens:
+    def _fit(self, record: int, ids: NDArray[np.int32], loss_mask: NDArray[np.bool_]) -> Tokens:
         """A sequence within the maximum length, or what became of it."""
         most, fate = self.data.max_length, WHOLE
         loss_mask[:1] = False

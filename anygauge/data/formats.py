@@ -1,4 +1,4 @@
-"""From records to rows: which format a source has, and prompts with answers, texts, chats, tokens.
+"""Turns records into rows: which format a source has; prompts with answers, texts, chats, tokens.
 
 Whatever the layout, a chat becomes the turns that chat templates of the transformers library read:
 `role` and `content`, `tool_calls` with arguments as objects, and tools as
@@ -17,7 +17,7 @@ from anygauge.config.paths import data_suffix
 from anygauge.config.schema import SourceSection
 from anygauge.data.readers import DoubleKeyError, Record, load_json, type_name
 from anygauge.interface import DataError, RunFileError
-from anygauge.util.text import did_you_mean, short
+from anygauge.util.text import did_you_mean, shorten
 
 Turn = dict[str, Any]
 
@@ -56,7 +56,7 @@ SHAREGPT_ROLES = {
 }
 _SHAREGPT_ALONE = tuple(role for role in SHAREGPT_ROLES if role not in ROLES)
 
-_SAID = ("content", "reasoning_content", "reasoning", "thinking")
+_TEXT_KEYS = ("content", "reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +88,7 @@ class Chat:
     def is_blank(self) -> bool:
         """Whether the turns with a loss are empty."""
         turns = [self.turns[index] for index in self.answers]
-        said = [turn.get(key) for turn in turns for key in _SAID]
+        said = [turn.get(key) for turn in turns for key in _TEXT_KEYS]
         texts = [value.strip() for value in said if isinstance(value, str)]
         return not any(texts) and not any(turn.get("tool_calls") for turn in turns)
 
@@ -173,7 +173,7 @@ def question_text(
 def parse_all(
     records: Sequence[Record], row_format: str, source: SourceSection, field: str
 ) -> list[AnyRow]:
-    """Neighbouring records; see `parse`. Of a column that one lacks, the others say more."""
+    """Parse neighbouring records; see `parse`. Others say more of a column that one lacks."""
     rows = []
     for record in records:
         try:
@@ -196,7 +196,7 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
     def text(setting: str) -> str:
         return _text_column(record, getattr(source, setting), f"{field}.{setting}")
 
-    def turns(setting: str, read: Callable[..., Turn] = _message) -> list[Turn]:
+    def turns(setting: str, read: Callable[..., Turn] = _parse_message) -> list[Turn]:
         name = getattr(source, setting)
         value = _list_column(record, name, f"{field}.{setting}", "a list of turns")
         if not value:
@@ -211,24 +211,24 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
 
     match row_format:
         case "messages":
-            return _chat(record, source, turns("messages"), field)
+            return _parse_chat(record, source, turns("messages"), field)
         case "sharegpt":
-            return _chat(record, source, turns("conversations", _sharegpt), field)
+            return _parse_chat(record, source, turns("conversations", _parse_sharegpt), field)
         case "prompt_completion":
             if _are_turns(record, source, field):
                 prompt = turns("prompt")
                 answer = turns("completion")
-                return _chat(record, source, prompt + answer, field, first_answer=len(prompt))
+                return _parse_chat(record, source, prompt + answer, field, first_answer=len(prompt))
             # Replaced literally: other braces are left alone.
             put = source.template.replace(PLACEHOLDER, text("prompt"))
-            return _row(record, put, text("completion"))
+            return _make_row(record, put, text("completion"))
         case "alpaca":
-            return _alpaca(record)
+            return _parse_alpaca(record)
         case "alpaca_chat":
-            return _chat(record, source, _alpaca_turns(record), field)
+            return _parse_chat(record, source, _alpaca_turns(record), field)
         case "text":
-            return _row(record, None, text("text"))
-    return _tokens(record)
+            return _make_row(record, None, text("text"))
+    return _parse_tokens(record)
 
 
 def _column_names(record: Record) -> str:
@@ -247,7 +247,7 @@ class MissingColumnError(DataError):
         self.name = name
 
 
-def _column(record: Record, name: str, setting: str | None) -> Any:
+def _column_value(record: Record, name: str, setting: str | None) -> Any:
     """A column's value. `setting` is the run file's field that names it; None where fixed."""
     if name not in record.values:
         raise MissingColumnError(record, name, setting)
@@ -256,7 +256,7 @@ def _column(record: Record, name: str, setting: str | None) -> Any:
 
 def _text_column(record: Record, name: str, setting: str | None) -> str:
     """A column as text; a number is refused, for in another writing it is another text."""
-    value = _column(record, name, setting)
+    value = _column_value(record, name, setting)
     if not isinstance(value, str):
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         raise DataError(
@@ -291,21 +291,21 @@ def _from_json(value: Any, where: str, expected: str) -> Any:
         raise DataError(f"{where}: {error}") from None
     except (ValueError, RecursionError):
         raise DataError(
-            f"{where} holds text that is not JSON ({short(value)!r}); {expected} is expected"
+            f"{where} holds text that is not JSON ({shorten(value)!r}); {expected} is expected"
         ) from None
 
 
-def _row(record: Record, prompt: str | None, text: str) -> Row:
+def _make_row(record: Record, prompt: str | None, text: str) -> Row:
     _refuse_long(f"{prompt or ''}{text}", record)
     return Row(prompt, text, record.origin)
 
 
-def _alpaca(record: Record) -> Row:
+def _parse_alpaca(record: Record) -> Row:
     instruction = _text_column(record, "instruction", None)
     given = "" if record.values.get("input") is None else _text_column(record, "input", None)
     template = ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT
     prompt = template.format(instruction=instruction, input=given)
-    return _row(record, prompt, _text_column(record, "output", None))
+    return _make_row(record, prompt, _text_column(record, "output", None))
 
 
 def _alpaca_turns(record: Record) -> list[Turn]:
@@ -336,7 +336,7 @@ def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
     turns = {n: isinstance(record.values.get(n), list) for n in names.values()}
     if any(turns.values()) and not all(turns.values()):
         for setting, name in names.items():
-            _column(record, name, f"{field}.{setting}")
+            _column_value(record, name, f"{field}.{setting}")
         one, other = sorted(turns, key=lambda name: not turns[name])
         raise DataError(
             f"{record.origin}: {one!r} holds a list and {other!r} does not; both are text, or both "
@@ -354,7 +354,7 @@ def _refuse_long(text: str, record: Record) -> None:
         )
 
 
-def _tokens(record: Record) -> TokenRow:
+def _parse_tokens(record: Record) -> TokenRow:
     where = record.origin
     ids = _list_column(record, "input_ids", None, "a list of numbers")
     for place, one in enumerate(ids):
@@ -395,7 +395,7 @@ def _tokens(record: Record) -> TokenRow:
 
 def _list_column(record: Record, name: str, setting: str | None, expected: str) -> list[Any]:
     where = f"{record.origin}: column {name!r}"
-    value = _from_json(_column(record, name, setting), where, expected)
+    value = _from_json(_column_value(record, name, setting), where, expected)
     values: list[Any] = _expect(value, list, f"{where} holds", expected)
     return values
 
@@ -407,7 +407,7 @@ def _expect(value: Any, wanted: type, found: str, expected: str) -> Any:
     return value
 
 
-def _chat(
+def _parse_chat(
     record: Record, source: SourceSection, turns: list[Turn], field: str, first_answer: int = 0
 ) -> Chat:
     where = record.origin
@@ -435,7 +435,7 @@ def _chat(
     for number, weight in weights.items():
         if weight not in (0, 1):
             raise DataError(f"{where}: turn {number + 1} has the weight {weight!r}; valid: 0, 1")
-    tools = _tools(record, source.tools)
+    tools = _parse_tools(record, source.tools)
     # Names and arguments of calls and tools are text too; contents were checked with their turn.
     try:
         text = json.dumps([turns, tools], ensure_ascii=False, default=str, allow_nan=False)
@@ -452,7 +452,7 @@ def _chat(
     return Chat(tuple(turns), tools, learned, where)
 
 
-def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
+def _parse_message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
     foreign = ""
     if "role" not in turn and "from" in turn:
         foreign = "'from' instead of 'role'"
@@ -463,7 +463,7 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
             f"{where} has {foreign}: set {field}.format to sharegpt and {field}.conversations to "
             "this column"
         )
-    role = _role(turn, "role", ROLES, where)
+    role = _parse_role(turn, "role", ROLES, where)
     # Other keys that a template may read are kept: name, tool_call_id, reasoning_content.
     kept = {key: value for key, value in turn.items() if value is not None}
     legacy = kept.pop("function_call", None)
@@ -473,26 +473,26 @@ def _message(turn: Mapping[str, Any], where: str, field: str) -> Turn:
             raise DataError(
                 f"{where} has tool calls and the role {role!r}; only the assistant may call tools"
             )
-        kept["tool_calls"] = _calls(calls, where)
+        kept["tool_calls"] = _parse_tool_calls(calls, where)
     if calls is None or "content" in kept:
-        kept["content"] = _content(turn, "content", role, where)
+        kept["content"] = _parse_content(turn, "content", role, where)
     return kept
 
 
-def _sharegpt(turn: Mapping[str, Any], where: str, field: str) -> Turn:
+def _parse_sharegpt(turn: Mapping[str, Any], where: str, field: str) -> Turn:
     if "from" not in turn and "role" in turn:
-        name = _role(turn, "role", tuple(SHAREGPT_ROLES), where)
+        name = _parse_role(turn, "role", tuple(SHAREGPT_ROLES), where)
         if name != "function_call":
-            return _message({**turn, "role": SHAREGPT_ROLES[name]}, where, field)
+            return _parse_message({**turn, "role": SHAREGPT_ROLES[name]}, where, field)
         turn = {"from": name, "value": turn.get("content")}
-    name = _role(turn, "from", tuple(SHAREGPT_ROLES), where)
+    name = _parse_role(turn, "from", tuple(SHAREGPT_ROLES), where)
     if name == "function_call" and (value := turn.get("value")) is not None:
         calls = _from_json(value, f"{where} (function_call)", "an object with name and arguments")
-        return {"role": "assistant", "tool_calls": _calls(calls, where)}
-    return {"role": SHAREGPT_ROLES[name], "content": _content(turn, "value", name, where)}
+        return {"role": "assistant", "tool_calls": _parse_tool_calls(calls, where)}
+    return {"role": SHAREGPT_ROLES[name], "content": _parse_content(turn, "value", name, where)}
 
 
-def _role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where: str) -> str:
+def _parse_role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where: str) -> str:
     if key not in turn:
         keys = ", ".join(map(repr, turn)) or "none"
         raise DataError(f"{where} has no {key!r}; keys here: {keys}")
@@ -503,8 +503,8 @@ def _role(turn: Mapping[str, Any], key: str, roles: tuple[str, ...], where: str)
     return str(role)
 
 
-def _content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
-    """What a turn says under a key, as text."""
+def _parse_content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
+    """Read a turn's text under a key."""
     value = turn.get(key)
     if value is None:
         found = f"null as {key}" if key in turn else f"no {key}"
@@ -524,7 +524,7 @@ def _content(turn: Mapping[str, Any], key: str, role: str, where: str) -> str:
     return str(value)
 
 
-def _calls(value: Any, where: str) -> list[dict[str, Any]]:
+def _parse_tool_calls(value: Any, where: str) -> list[dict[str, Any]]:
     calls = []
     for call in value if isinstance(value, list) else [value]:
         function = call.get("function", call) if isinstance(call, Mapping) else None
@@ -544,7 +544,7 @@ def _calls(value: Any, where: str) -> list[dict[str, Any]]:
     return calls
 
 
-def _tools(record: Record, name: str) -> tuple[dict[str, Any], ...] | None:
+def _parse_tools(record: Record, name: str) -> tuple[dict[str, Any], ...] | None:
     value = record.values.get(name)
     if value in (None, ""):
         return None

@@ -71,7 +71,7 @@ def rendered_spans(
 
 
 def _of_answers(chat: Chat, template: ChatTemplate, text: str, spans: list[Span]) -> list[Span]:
-    """Of the stretches that generation marks enclose, those of the turns with a loss."""
+    """Select the stretches that generation marks enclose, of the turns with a loss."""
 
     def number(end: int) -> int:
         """Stretches in so many turns."""
@@ -120,7 +120,7 @@ class _Finder:
             return None
         place, tail = found
         # What closes the last turn of a chat may not close an earlier one: the common text does.
-        end = self.template.end_of_turn(tail, _common(tail, self.text[place:]))
+        end = self.template.end_of_turn(tail, _common_prefix(tail, self.text[place:]))
         return None if end is None else place + end
 
     def _start(self, index: int, marked: bool) -> int | None:
@@ -131,7 +131,7 @@ class _Finder:
             # A prompt may end in the beginning of an answer that the history does not keep, as a
             # tag that opens reasoning; so it is shortened, token by token, but never to nothing.
             if closed := self._tail(index - 1, marked):
-                common = _common(tail, closed[1])
+                common = _common_prefix(tail, closed[1])
                 starts = [match.start() for match in self.template.added.finditer(tail, common)]
                 for start in reversed(starts[1:]):
                     if self.text.startswith(tail[:start], place):
@@ -165,12 +165,12 @@ class _Finder:
         return (place, parts[1]) if len(parts) == 2 else None
 
     def _anchor(self, index: int) -> tuple[int, Turn] | None:
-        """Where a turn's mark stands in the text, and the turn with it."""
+        """Find where a turn's mark stands in the text, and the turn with it."""
         if not self._marks:
             self._place_marks()
         if index not in self._anchors:
             ways = _with_mark(self.turns[index], self._marks[index])
-            placed = (self._placed({index: turn}) for turn in ways)
+            placed = (self._locate({index: turn}) for turn in ways)
             self._anchors[index] = next((each[index] for each in placed if each), None)
         return self._anchors[index]
 
@@ -184,10 +184,10 @@ class _Finder:
         first = [
             next(_with_mark(*each), None) for each in zip(self.turns, self._marks, strict=True)
         ]
-        self._anchors.update(self._placed({n: turn for n, turn in enumerate(first) if turn}) or {})
+        self._anchors.update(self._locate({n: turn for n, turn in enumerate(first) if turn}) or {})
 
-    def _placed(self, marked: dict[int, Turn]) -> dict[int, tuple[int, Turn]] | None:
-        """Where the marks of some turns stand in the text; None if that is not certain."""
+    def _locate(self, marked: dict[int, Turn]) -> dict[int, tuple[int, Turn]] | None:
+        """Find where the marks of some turns stand in the text; None if that is not certain."""
         whole = self._try([marked.get(index, turn) for index, turn in enumerate(self.turns)])
         marks = {self._marks[index]: index for index in marked}
         if whole is None or len(marks) < len(marked):
@@ -212,7 +212,7 @@ class _Finder:
             return None
 
 
-def _common(one: str, other: str) -> int:
+def _common_prefix(one: str, other: str) -> int:
     """How many characters two texts share at their beginning."""
     if other.startswith(one):
         return len(one)
@@ -234,7 +234,7 @@ def _with_mark(turn: Turn, mark: str) -> Iterator[Turn]:
 def _no_boundary_error(chat: Chat, finder: _Finder, index: int) -> DataError:
     where = f"{chat.origin}: turn {index + 1} (assistant)"
     last = chat.answers[-1]
-    closing = finder.template.closing()
+    closing = finder.template.text_after_answer()
     if closing is not None and finder.template.end_of_turn(closing) is None:
         return DataError(
             f"{where}: the chat template ends a turn of the assistant with {closing!r}, not with "
@@ -278,7 +278,7 @@ class Aligner:
         added = getattr(tokenizer, "added_tokens_decoder", {})
         self._added = np.asarray(sorted(added), dtype=np.int64)
         # SentencePiece puts a space before a text, so before a piece too unless something precedes.
-        self._puts_space = self._ids("\nb") != self._ids("\n") + self._ids("b")
+        self._puts_space = self._token_ids("\nb") != self._token_ids("\n") + self._token_ids("b")
 
     def align(self, texts: Sequence[str], spans: Sequence[Sequence[Span]]) -> list[Aligned]:
         """Tokens of each text, and their loss mask; `spans`: its stretches with a loss, sorted, not
@@ -331,20 +331,20 @@ class Aligner:
         loss_mask: list[bool] = []
         borders = [0, *itertools.chain(*spans), len(text)]
         for number, (start, end) in enumerate(itertools.pairwise(borders)):
-            piece = self._piece(text[start:end], is_first=start == 0)
+            piece = self._encode_piece(text[start:end], is_first=start == 0)
             ids += piece
             loss_mask += [number % 2 == 1] * len(piece)
         return np.asarray(ids, dtype=np.int32), np.asarray(loss_mask, dtype=np.bool_)
 
-    def _piece(self, text: str, *, is_first: bool) -> list[int]:
+    def _encode_piece(self, text: str, *, is_first: bool) -> list[int]:
         if not text:
             return []
         # What precedes must not join with the piece's beginning.
         for before in ("\n", "0", "a") if self._puts_space and not is_first else ():
-            ids, own = self._ids(before + text), self._ids(before)
+            ids, own = self._token_ids(before + text), self._token_ids(before)
             if ids[: len(own)] == own:
                 return ids[len(own) :]
-        return self._ids(text)
+        return self._token_ids(text)
 
-    def _ids(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])

@@ -91,7 +91,7 @@ class Order:
     def end(self, epochs: float) -> int:
         """Items of so many epochs from the start of the run; need not be whole epochs."""
         count = Fraction(repr(epochs))
-        return sum(self._read(source, count) for source in range(len(self.sizes)))
+        return sum(self._items_read(source, count) for source in range(len(self.sizes)))
 
     def epoch(self, position: int) -> int:
         """The epoch, from 0, that a position belongs to."""
@@ -115,7 +115,7 @@ class Order:
             todo = todo[~here]
         return items
 
-    def _read(self, source: int, epochs: Fraction) -> int:
+    def _items_read(self, source: int, epochs: Fraction) -> int:
         """Items of one source that are read in the first epochs."""
         return round(self.sizes[source] * self.weights[source] * epochs)
 
@@ -126,7 +126,7 @@ class Order:
         items = np.empty(length, dtype=np.int64)
         first = done = 0
         for source, size in enumerate(self.sizes):
-            at, end = (self._read(source, Fraction(count)) for count in (epoch, epoch + 1))
+            at, end = (self._items_read(source, Fraction(count)) for count in (epoch, epoch + 1))
             while at < end:
                 number, place = divmod(at, size)
                 count = min(end - at, size - place)

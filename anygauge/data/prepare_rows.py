@@ -1,4 +1,4 @@
-"""From the run file's data section to rows: read, split, tokenize, keep in the cache."""
+"""Turns the run file's data section into rows: reads, splits, tokenizes, caches them."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HELD_SHARE = 0.95
 Log = Callable[[str], None]
 
 
-class Prepared(NamedTuple):
+class PreparedRows(NamedTuple):
     """Rows to train on, and rows to evaluate on where there are any."""
 
     train: TokenizedRows | StreamedRows
@@ -121,7 +121,7 @@ def prepare(
     first: int | None = None,
     rendering: Rendering = render_unbounded,
     memory: int | None = None,
-) -> Prepared:
+) -> PreparedRows:
     """Read and tokenize all rows, or take them from the cache; with streaming, open the sources.
 
     `eval_fraction` holds out whole records, of each source its share. Rows to evaluate on are
@@ -142,16 +142,16 @@ def prepare(
     """
     with Cache(cache_folder(data.cache, os.environ), log, run) as cache:
         work = _Preparer(data, tokenizer, seed, cache, log, first, rendering)
-        sources = work.opened("train")
+        sources = work.open_sources("train")
         part: _Part = "kept" if data.eval_fraction else "all"
         streamed = data.streaming and first is None
         train = work.stream(sources, memory) if streamed else work.rows(sources, part)
         held_out = None
         if data.eval is not None:
-            held_out = work.rows(work.opened("eval"), "all")
+            held_out = work.rows(work.open_sources("eval"), "all")
         elif data.eval_fraction:
             held_out = work.rows(sources, "held out")
-    return Prepared(train, held_out)
+    return PreparedRows(train, held_out)
 
 
 def training_batches(
@@ -204,7 +204,7 @@ class _Preparer:
     first: int | None
     rendering: Rendering
 
-    def opened(self, which: Literal["train", "eval"]) -> _Sources:
+    def open_sources(self, which: Literal["train", "eval"]) -> _Sources:
         """The sources of a field, and what makes tokens of their rows."""
         data, first, found = self.data, self.first, []
         for field, section in _fields(which, data):
@@ -225,7 +225,7 @@ class _Preparer:
         """The tokenized rows of all sources, or of a part of each."""
         pieces = []
         for number, (source, work) in enumerate(sources):
-            entry = self._entry(source, work)
+            entry = self._cache_entry(source, work)
             records = entry.facts["counts"]["rows"]
             named, members = None, None
             if part != "all":
@@ -253,7 +253,7 @@ class _Preparer:
         identity = key_of("stream", size, *identities)
         return StreamedRows(sources, identity, size, tokenizer, self.rendering)
 
-    def _entry(self, source: Source, work: Tokenize) -> Entry:
+    def _cache_entry(self, source: Source, work: Tokenize) -> Entry:
         """The tokenized rows of a source, in the cache."""
         identity, section = source.identity(), work.encoder.source
 

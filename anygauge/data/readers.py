@@ -30,7 +30,7 @@ from typing import Any, BinaryIO, NamedTuple, cast
 import pyarrow as pa
 
 from anygauge.interface import DataError
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 MOST_LINE = 2**25
 """Bytes of a line; its text is bounded below that (`formats.MOST_TEXT`), JSON writes more."""
@@ -69,14 +69,14 @@ class Record(NamedTuple):
     offset: int = 0
     where: str = ""
 
-    def parsed(self, origin: str) -> Record:
+    def parse(self, origin: str) -> Record:
         """The row with its values. `origin`: ``data.jsonl:{}``, with a place for the row's."""
         place = origin.format(self.place)
         if not isinstance(self.values, bytes):
             return Record(self.values, place)
         where = f"{place} ({self.where})" if self.where else place
         # JSON itself takes fewer blanks behind an object than may stand there: no form feed.
-        text = _decoded(self.values.rstrip(), lambda _: where, self.offset)
+        text = _decode_text(self.values.rstrip(), lambda _: where, self.offset)
         try:
             value = load_json(text)
         except DoubleKeyError as error:
@@ -84,7 +84,7 @@ class Record(NamedTuple):
         except (ValueError, RecursionError) as error:
             raise DataError(
                 f"{where}: one JSON object per line is expected, "
-                f"but this line is not valid JSON ({_json_error(error)}): {short(text.strip())}"
+                f"but this line is not valid JSON ({_json_error(error)}): {shorten(text.strip())}"
             ) from None
         if not isinstance(value, dict):
             raise DataError(f"{where}: a JSON object is expected, found {type_name(value)}")
@@ -109,22 +109,22 @@ def file_rows(
     """
     if suffix == ".csv":
         # The header is line 1: a row has the number that a spreadsheet shows.
-        rows = rows_of(with_row_numbers(_csv(open_file, name)), start, shift=2)
+        rows = rows_of(with_row_numbers(_csv_rows(open_file, name)), start, shift=2)
     elif suffix == ".parquet":
-        rows = rows_of(_parquet(open_file, start), start)
+        rows = rows_of(_parquet_batches(open_file, start), start)
     elif suffix == ".arrow":
-        rows = rows_of(with_row_numbers(_arrow(open_file)), start)
+        rows = rows_of(with_row_numbers(_arrow_batches(open_file)), start)
     elif suffix == ".txt":
         rows = islice(_document_rows(open_file, name, column), start, None)
     else:
         objects = _list_rows if suffix == ".json" else _line_rows
         rows = islice(objects(open_file, name), start, None)
-    with _naming(name):
+    with _name_file_in_errors(name):
         yield from rows
 
 
 @contextlib.contextmanager
-def _naming(name: str) -> Iterator[None]:
+def _name_file_in_errors(name: str) -> Iterator[None]:
     """Say which file it is that cannot be read."""
     of_packed = (EOFError, zlib.error, lzma.LZMAError)
     try:
@@ -183,7 +183,7 @@ def _line_rows(open_file: OpenFile, name: str) -> Iterator[Record]:
 
 def holds_lines(open_file: OpenFile, name: str) -> bool:
     """Whether the first filled line of a .json file is an object, and not the only line."""
-    with _naming(name):
+    with _name_file_in_errors(name):
         with open_file() as file:  # a list may have no line that is short enough to be read
             if not file.read(4096).removeprefix(_BOM).lstrip().startswith(b"{"):
                 return False
@@ -266,11 +266,11 @@ def _whole_text(open_file: OpenFile, name: str) -> str:
             f"{name}: text and JSON lists are read whole, at most {MOST_WHOLE:,} bytes; write the "
             "rows as JSON Lines or Parquet"
         )
-    text = _decoded(raw, lambda at: f"{name}:{raw.count(_NEWLINE, 0, at) + 1}")
+    text = _decode_text(raw, lambda at: f"{name}:{raw.count(_NEWLINE, 0, at) + 1}")
     return text.removeprefix("\ufeff")
 
 
-def _decoded(raw: bytes, place: Callable[[int], str], offset: int = 0) -> str:
+def _decode_text(raw: bytes, place: Callable[[int], str], offset: int = 0) -> str:
     """Text of bytes in UTF-8, which begin at `offset` of their file; `place`: of one of them."""
     try:
         return raw.decode("utf-8")
@@ -289,7 +289,7 @@ def parquet_count(open_file: OpenFile, name: str) -> int:
     """Rows of a Parquet file; reads its footer alone."""
     from pyarrow import parquet
 
-    with _naming(name), open_file() as file:
+    with _name_file_in_errors(name), open_file() as file:
         return int(parquet.ParquetFile(file).metadata.num_rows)
 
 
@@ -310,22 +310,22 @@ def rows_of(batches: Batches, start: int, shift: int = 0) -> Iterator[Record]:
             if pa.types.is_nested(field.type) or isinstance(field.type, pa.JsonType)
         }
         for number, row in enumerate(left.to_pylist(), first + batch.num_rows - left.num_rows):
-            row.update({name: _written(row[name], kind) for name, kind in kinds.items()})
+            row.update({name: _convert(row[name], kind) for name, kind in kinds.items()})
             yield Record(row, place=number + shift)
 
 
-def _written(value: Any, kind: Any) -> Any:
+def _convert(value: Any, kind: Any) -> Any:
     if isinstance(value, str) and isinstance(kind, pa.JsonType):
         with contextlib.suppress(ValueError, RecursionError):  # `datasets` (5.2) lets 007 stand
             return json.loads(value)
     if isinstance(value, dict) and pa.types.is_struct(kind):
         kinds = {field.name: field.type for field in kind}
         return {
-            name: _written(below, kinds[name]) for name, below in value.items() if below is not None
+            name: _convert(below, kinds[name]) for name, below in value.items() if below is not None
         }
     # Items of a list are as many as were written; a map keeps its keys.
     if isinstance(value, list) and hasattr(kind, "value_field"):
-        return [_written(item, kind.value_type) for item in value]
+        return [_convert(item, kind.value_type) for item in value]
     return value
 
 
@@ -336,7 +336,7 @@ def with_row_numbers(batches: Any, first: int = 0) -> Batches:
         first += batch.num_rows
 
 
-def _csv(open_file: OpenFile, name: str) -> Iterator[Any]:
+def _csv_rows(open_file: OpenFile, name: str) -> Iterator[Any]:
     import pyarrow.csv
 
     with open_file() as opened:
@@ -368,7 +368,7 @@ def _csv(open_file: OpenFile, name: str) -> Iterator[Any]:
         yield from rows
 
 
-def _parquet(open_file: OpenFile, start: int) -> Batches:
+def _parquet_batches(open_file: OpenFile, start: int) -> Batches:
     from pyarrow import parquet
 
     # A buffer would be filled by another thread, and Ctrl-C would wait for it.
@@ -383,7 +383,7 @@ def _parquet(open_file: OpenFile, start: int) -> Batches:
             first += rows
 
 
-def _arrow(open_file: OpenFile) -> Iterator[Any]:
+def _arrow_batches(open_file: OpenFile) -> Iterator[Any]:
     """Both of Arrow's layouts: `datasets` writes streams, pyarrow writes files."""
     with open_file() as file:
         magic = file.read(6)

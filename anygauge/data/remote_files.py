@@ -28,7 +28,7 @@ SILENCE_S = 30.0
 """Without a byte of an answer."""
 BLOCK = 2**23
 """Bytes that are asked for at once while rows are read in order."""
-FEW = 2**16
+SMALL_BLOCK = 2**16
 """The same, where a little of a file is looked at."""
 
 _HTTP = ("http", "https")
@@ -42,7 +42,7 @@ _HOPELESS = {
     "InvalidURL": "it is not a valid address",
 }
 """Of aiohttp's errors, those that come again however often one tries."""
-_LATER = (408, 425, 429)
+_RETRY = (408, 425, 429)
 """Of answers that refuse, those that may be others later."""
 _LOGIN = "private or gated repository of the hub needs a login (hf auth login)"
 
@@ -98,8 +98,8 @@ class _RemoteFile(io.RawIOBase):
         return count
 
     def _read(self, buffer: Any, wanted: int) -> int:
-        """Of a connection that breaks, nothing is kept."""
-        file, self._file = self._file or self._opened(), None
+        """Read; a connection that breaks leaves nothing."""
+        file, self._file = self._file or self._open_at_position(), None
         count = 0
         try:
             while count < wanted and (part := file.read(wanted - count)):
@@ -113,7 +113,7 @@ class _RemoteFile(io.RawIOBase):
         self._file = file
         return count
 
-    def _opened(self) -> Any:
+    def _open_at_position(self) -> Any:
         """The file at the place that is read next."""
         file = self._files.open(self._path, "rb", **self._options)
         try:
@@ -126,7 +126,7 @@ class _RemoteFile(io.RawIOBase):
 
 
 def open_remote(address: str, block: int = BLOCK) -> BinaryIO:
-    """A remote file. `block`: bytes that are asked for at once; 0: what each read wants."""
+    """Open a remote file. `block`: bytes to request at once; 0: what each read wants."""
     file = _RemoteFile(address)
     return cast("BinaryIO", io.BufferedReader(file, block) if block else file)
 
@@ -209,7 +209,7 @@ def with_retry(what: str, work: Callable[[], Result]) -> Result:
             if isinstance(raised, FileNotFoundError) and isinstance(cause, Exception):
                 # Over HTTP, fsspec calls all not found that it cannot ask about.
                 error = raised if hasattr(cause, "response") else cause
-            refused = _refusal(what, error)
+            refused = _permanent_error(what, error)
             if refused is not None:
                 raise refused from None
             wait = next(waits, None)
@@ -222,8 +222,8 @@ def with_retry(what: str, work: Callable[[], Result]) -> Result:
             time.sleep(wait)
 
 
-def _refusal(what: str, error: Exception) -> DataError | None:
-    """What to say of an error that comes again however often one tries."""
+def _permanent_error(what: str, error: Exception) -> DataError | None:
+    """Return the error where a new attempt would end alike; None where it may not."""
     answer = getattr(error, "response", error)
     status = getattr(answer, "status_code", getattr(answer, "status", None))
     if isinstance(error, FileNotFoundError) or status in (404, 410):
@@ -235,13 +235,13 @@ def _refusal(what: str, error: Exception) -> DataError | None:
     if status == 412:
         return DataError(f"{what} changed while it was being read; start again")
     hopeless = type(error).__name__ in _HOPELESS or isinstance(error, io.UnsupportedOperation)
-    if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _LATER):
+    if hopeless or (isinstance(status, int) and 400 <= status < 500 and status not in _RETRY):
         return DataError(f"{what} cannot be read: {_describe_error(error)}")
     return None
 
 
 def _describe_error(error: Exception) -> str:
-    """What an error says, without what addresses hold that may be secrets."""
+    """Describe an error, without what addresses hold that may be secrets."""
     name = type(error).__name__
     if name in _HOPELESS:
         return _HOPELESS[name]

@@ -59,7 +59,7 @@ TABLE_VERSION = 3
 NAMED_BAD = 5
 """Bad rows that are named where they are skipped."""
 _PROGRESS_S = 30.0
-_STEP = 64
+_LENGTH_STEP = 64
 """Lengths of long rows are counted in steps of so many tokens."""
 _BAD = b"bad"
 
@@ -67,7 +67,7 @@ _BAD = b"bad"
 def batch_of(
     encoded: Sequence[Tokens], places: Sequence[int], bad: Sequence[str] = ()
 ) -> pa.RecordBatch:
-    """What neighbouring records became, each in at least one row; see `bad_of` and `records_of`.
+    """Make a table of neighbouring records, each in at least one row; see `bad_of`, `records_of`.
 
     Args:
         places: line or index of each record.
@@ -96,7 +96,7 @@ def batch_of(
 
 
 def bad_of(batch: pa.RecordBatch) -> list[str]:
-    """What is wrong with the records of a batch that cannot be used."""
+    """List what is wrong with the records of a batch that cannot be used."""
     return list(json.loads(batch.schema.metadata[_BAD]))
 
 
@@ -112,11 +112,11 @@ def _to_arrow(values: NDArray[Any]) -> Any:
 
 
 def to_numpy(values: Any) -> NDArray[Any]:
-    """Of an Arrow array without nulls, its values; not copied."""
+    """Return the values of an Arrow array without nulls; not copied."""
     return np.from_dlpack(values)
 
 
-def _column(table: Any, name: str) -> NDArray[Any]:
+def _column_array(table: Any, name: str) -> NDArray[Any]:
     return np.concatenate([to_numpy(chunk) for chunk in table[name].chunks])
 
 
@@ -132,14 +132,14 @@ class Tokenize:
         """What the rows became."""
         bad: list[str] = []
         try:
-            encoded = self.encoder.encode([row.parsed(self.origin) for row in rows])
+            encoded = self.encoder.encode([row.parse(self.origin) for row in rows])
         except DataError:
             if not self.skip:
                 raise
             encoded = []
             for number, row in enumerate(rows):
                 try:
-                    one = self.encoder.encode([row.parsed(self.origin)])
+                    one = self.encoder.encode([row.parse(self.origin)])
                     encoded += [replace(each, record=number) for each in one]
                 except DataError as error:
                     encoded.append(Tokens(record=number, fate=BAD))
@@ -165,7 +165,7 @@ def usable_cores() -> int:
 def chunks_of(
     rows: Iterator[Record], work: Tokenize, workers: int | None, rendering: Rendering
 ) -> Iterator[pa.RecordBatch]:
-    """What rows became, chunk by chunk, in the rows' order.
+    """Yield what rows became, chunk by chunk, in the rows' order.
 
     Args:
         workers: processes; None: as many as cores, once there are many rows.
@@ -209,7 +209,7 @@ class Workers:
         self._messages = SPAWN.SimpleQueue()
         self._at_work: dict[int, tuple[str, str]] = {}
         self._oldest, self._seen = ("", ""), 0
-        self._thread = threading.Thread(target=self._follow, name="renderings", daemon=True)
+        self._thread = threading.Thread(target=self._listen, name="renderings", daemon=True)
         self._thread.start()
         without_torch = sys.modules.get("torch", works) is None
         begin = os.getpid(), without_torch, memory, self._messages, pickle.dumps(works)
@@ -226,12 +226,12 @@ class Workers:
     def submit(self, source: int, rows: tuple[Record, ...]) -> Future[pa.RecordBatch]:
         """Begin with rows of a source."""
         with _not_ended():
-            return self._pool.submit(_work, source, rows)
+            return self._pool.submit(_tokenize_rows, source, rows)
 
     def result(
         self, future: Future[pa.RecordBatch], timeout_s: float | None = None
     ) -> pa.RecordBatch:
-        """What rows became."""
+        """Return what rows became."""
         with _not_ended():
             return future.result(timeout_s)
 
@@ -257,7 +257,7 @@ class Workers:
                 "Correct the template or the row, or give another data.chat_template"
             )
 
-    def _follow(self) -> None:
+    def _listen(self) -> None:
         while (message := self._messages.get()) is not None:
             worker, template, row = message
             self._at_work.pop(worker, None)
@@ -280,7 +280,7 @@ def _not_ended() -> Iterator[None]:
         ) from None
 
 
-_WORKS: list[Tokenize] = []
+_TOKENIZERS: list[Tokenize] = []
 """In a worker: what it does with rows of each source."""
 
 
@@ -292,15 +292,15 @@ def _begin(parent: int, without_torch: bool, memory: int | None, queue: Any, wor
         sys.modules["torch"] = None  # type: ignore[assignment]
     if memory is not None:
         resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
-    _WORKS.extend(pickle.loads(works))
-    for work in _WORKS:
+    _TOKENIZERS.extend(pickle.loads(works))
+    for work in _TOKENIZERS:
         work.encoder.watch(lambda template, row: queue.put((os.getpid(), template, row)))
     queue.put((os.getpid(), "", ""))
 
 
-def _work(source: int, rows: tuple[Record, ...]) -> pa.RecordBatch:
+def _tokenize_rows(source: int, rows: tuple[Record, ...]) -> pa.RecordBatch:
     try:
-        return _WORKS[source](rows)
+        return _TOKENIZERS[source](rows)
     except AnygaugeError as error:  # some cannot be sent as they are
         raise getattr(errors, type(error).__name__, DataError)(str(error)) from None
 
@@ -326,7 +326,7 @@ def write_table(
             for name in ("ids", "loss_mask"):
                 digest.update(to_numpy(chunk.column(name).offsets).data)
                 digest.update(to_numpy(chunk.column(name).values).data)
-            counts += _counts(pa.Table.from_batches([chunk]))
+            counts += _read_counts(pa.Table.from_batches([chunk]))
             bad += bad_of(chunk)[: NAMED_BAD - len(bad)]
             if time.monotonic() - logged > _PROGRESS_S:
                 logged = time.monotonic()
@@ -361,8 +361,8 @@ def open_piece(
         inside = np.ones(len(table), dtype=np.bool_)
         counts = Counts(**{**facts["counts"], "beyond": Counter(dict(facts["counts"]["beyond"]))})
     else:
-        inside = np.isin(_column(table, "record"), members)
-        counts = _counts(table, inside)
+        inside = np.isin(_column_array(table, "record"), members)
+        counts = _read_counts(table, inside)
     return table, Piece(
         inside=inside,
         origin=origin,
@@ -379,9 +379,9 @@ def documents_of(
     """What each record of a batch became: no sequence, one, or several; and their counts. If not
     `whole`, a text in several parts keeps its first, and counts as truncated."""
     table = pa.Table.from_batches([batch])
-    parts = _column(table, "part")
+    parts = _column_array(table, "part")
     inside = parts <= (parts.max() if whole else 1)
-    counts = _counts(table, inside)
+    counts = _read_counts(table, inside)
     if not whole:
         counts = replace(counts, truncated=counts.truncated + int((parts == 1).sum()))
     rows = TokenizedRows([(table, Piece(inside=inside, origin=origin, counts=counts))])
@@ -391,12 +391,12 @@ def documents_of(
     return documents, rows.report
 
 
-def _counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) -> Counts:
+def _read_counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) -> Counts:
     names = ("fate", "part", "length", "num_loss_tokens")
-    fates, parts, whole, loss_tokens = (_column(table, name)[inside] for name in names)
+    fates, parts, whole, loss_tokens = (_column_array(table, name)[inside] for name in names)
     became = np.bincount(fates[parts <= 1], minlength=BAD + 1).tolist()
     beyond = whole[np.isin(fates, (CUT, LONG))]
-    lengths = _lengths(table)[inside]
+    lengths = _token_counts(table)[inside]
     return Counts(
         rows=sum(became),
         used=became[WHOLE] + became[CUT],
@@ -407,11 +407,11 @@ def _counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) -> Coun
         truncated=became[CUT],
         tokens=int(lengths.sum()),
         num_loss_tokens=int(loss_tokens.sum()),
-        beyond=Counter((-(-beyond // _STEP) * _STEP).tolist()),
+        beyond=Counter((-(-beyond // _LENGTH_STEP) * _LENGTH_STEP).tolist()),
     )
 
 
-def _lengths(table: Any) -> NDArray[np.int64]:
+def _token_counts(table: Any) -> NDArray[np.int64]:
     offsets = [to_numpy(chunk.offsets) for chunk in table["ids"].chunks]
     return np.concatenate([np.diff(each) for each in offsets]).astype(np.int64)
 
@@ -430,6 +430,7 @@ class TokenizedRows:
 
     def __init__(self, sources: Sequence[tuple[pa.Table, Piece]]) -> None:
         self.pieces = pieces = [piece for _, piece in sources]
+        self._sources = sources
         self.sizes = [piece.counts.sequences for piece in pieces]
         self.report = sum((piece.counts for piece in pieces), Counts())
         self.bad = [text for piece in pieces for text in piece.bad][:NAMED_BAD]
@@ -443,20 +444,24 @@ class TokenizedRows:
     def __len__(self) -> int:
         return sum(self.sizes)
 
+    def by_source(self) -> list[TokenizedRows]:
+        """The sequences of each source by themselves; there may be none."""
+        return [TokenizedRows([source]) for source in self._sources]
+
     @cached_property
     def _rows(self) -> NDArray[np.int64]:
         """The rows of the table that are sequences; int64 of shape (n,)."""
         inside = np.concatenate([piece.inside for piece in self.pieces])
-        return np.flatnonzero(inside & (_lengths(self._columns) > 0))
+        return np.flatnonzero(inside & (_token_counts(self._columns) > 0))
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
         """Tokens of each sequence; int64 of shape (n,)."""
-        return _lengths(self._columns)[self._rows]
+        return _token_counts(self._columns)[self._rows]
 
     def column(self, name: str) -> NDArray[Any]:
-        """Of each sequence, a number; shape (n,)."""
-        return _column(self._columns, name)[self._rows]
+        """Return a number of each sequence; shape (n,)."""
+        return _column_array(self._columns, name)[self._rows]
 
     def tokens(self, index: int) -> Tokens:
         """One sequence; its arrays are not copied."""

@@ -17,12 +17,12 @@ from typing import Any, BinaryIO
 from anygauge.config.paths import DATA_SUFFIXES, data_suffix, names_address, names_data_set
 from anygauge.config.schema import SourceSection
 from anygauge.data import readers
-from anygauge.data.cache import Cache, key_of, unreadable
+from anygauge.data.cache import Cache, key_of, read_error
 from anygauge.data.formats import detect_format
 from anygauge.data.readers import Record
 from anygauge.data.remote_files import (
     BLOCK,
-    FEW,
+    SMALL_BLOCK,
     describe_address,
     local_copy,
     open_remote,
@@ -95,7 +95,7 @@ def open_source(
             )
         if names_address(path) and cache is not None:
             path = str(local_copy(path, cache))
-        source = _file(path, name, cache, FEW if beginning else BLOCK, section.text)
+        source = _file_source(path, name, cache, SMALL_BLOCK if beginning else BLOCK, section.text)
     if limit is None:
         return source
 
@@ -123,7 +123,7 @@ def first_records(
     the copy there of a remote file."""
     cache = cache if names_address(section.path) else None
     source = open_source(section, field, cache, beginning=not streaming)
-    records = [row.parsed(source.origin) for row in islice(source.rows(0), count)]
+    records = [row.parse(source.origin) for row in islice(source.rows(0), count)]
     if not records:
         raise DataError(f"{source.name} is empty; at least one row is needed")
     return records
@@ -137,7 +137,7 @@ def row_format(
     return detect_format(first, section, field)
 
 
-def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "") -> Source:
+def _file_source(path: str, name: str, cache: Cache | None, block: int, column: str = "") -> Source:
     """A file of this machine, or at an address. `column`: of the documents of a text file."""
     suffix = data_suffix(path)
     contents = set()
@@ -151,7 +151,7 @@ def _file(path: str, name: str, cache: Cache | None, block: int, column: str = "
         try:
             file = open_regular(Path(path).expanduser())
         except OSError as error:
-            raise unreadable(name, error) from None
+            raise read_error(name, error) from None
         stat = os.fstat(file.fileno())
         contents.add((stat.st_size, stat.st_mtime_ns))
         if len(contents) > 1:
@@ -197,7 +197,7 @@ def _data_set(
             f"{field}.path: data.streaming reads {section.path!r} over the network, but "
             "HF_HUB_OFFLINE is set; unset HF_HUB_OFFLINE, or leave data.streaming out"
         )
-    commit = None if offline else _commit(section, field)
+    commit = None if offline else _resolve_commit(section, field)
     identity = key_of("hub", section.path, section.subset, section.split, commit)
     datasets.disable_progress_bars()
     try:
@@ -212,7 +212,7 @@ def _data_set(
             cache_dir=None if cache is None else str(cache.folder / "hub"),
         ).with_format("arrow")
     except Exception as error:
-        raise _unloadable(section, field, error) from None
+        raise _load_error(section, field, error) from None
 
     def rows(start: int) -> Iterator[Record]:
         at = start
@@ -221,7 +221,7 @@ def _data_set(
                 at = row.place + 1
                 yield row
         except Exception as error:
-            raise _unloadable(section, field, error, f" at row {at:,}") from None
+            raise _load_error(section, field, error, f" at row {at:,}") from None
 
     def digest() -> str:
         if cache is None:
@@ -229,13 +229,13 @@ def _data_set(
         return key_of(*(cache.digest(file["filename"]) for file in table.cache_files))
 
     def count() -> int | None:
-        return _described(table.info, section.split) if cache is None else len(table)
+        return _card_rows(table.info, section.split) if cache is None else len(table)
 
     return Source(name=name, origin=f"{name}[{{}}]", rows=rows, count=count, identity=digest)
 
 
-def _described(info: Any, split: str) -> int | None:
-    """Rows of a split, as the data set's card says."""
+def _card_rows(info: Any, split: str) -> int | None:
+    """Read from the data set's card how many rows a split has."""
     found = (info.splits or {}).get(split)
     return None if found is None else found.num_examples or None
 
@@ -256,7 +256,7 @@ def _split_files(
     lines = kinds <= set(readers.LINES) and not getattr(builder.config, "field", None)
     if not files or not (lines or (kinds == {".parquet"} and builder.name == "parquet")):
         return None
-    parts = [_file(file, file.rpartition("/")[2], None, BLOCK) for file in files]
+    parts = [_file_source(file, file.rpartition("/")[2], None, BLOCK) for file in files]
 
     def rows(start: int) -> Iterator[Record]:
         for place, (number, row) in enumerate(in_turn(parts, start), start):
@@ -266,14 +266,14 @@ def _split_files(
     def count() -> int | None:
         if lines:
             return None
-        return _described(builder.info, section.split) or sum(part.count() or 0 for part in parts)
+        return _card_rows(builder.info, section.split) or sum(part.count() or 0 for part in parts)
 
     origin = f"{name}[{{}}]"
     return Source(name=name, origin=origin, rows=rows, count=count, identity=lambda: identity)
 
 
-def _unloadable(section: SourceSection, field: str, error: Exception, at: str = "") -> Exception:
-    """What to say of a data set that cannot be loaded, or read on at a row."""
+def _load_error(section: SourceSection, field: str, error: Exception, at: str = "") -> Exception:
+    """Return the error of a data set that cannot be loaded, or read on at a row."""
     from huggingface_hub import constants
 
     if isinstance(error, DataError):
@@ -290,8 +290,8 @@ def _unloadable(section: SourceSection, field: str, error: Exception, at: str = 
     )
 
 
-def _commit(section: SourceSection, field: str) -> str:
-    """Of a data set. The library itself waits minutes for a silent network."""
+def _resolve_commit(section: SourceSection, field: str) -> str:
+    """Find a data set's commit. The library itself waits minutes for a silent network."""
     from huggingface_hub import HfApi, constants, errors
 
     path, file = section.path, Path(section.path).absolute()

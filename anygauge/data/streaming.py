@@ -100,7 +100,7 @@ class StreamedRows:
 
     @property
     def report(self) -> str:
-        """What became of the rows so far, in words."""
+        """Describe what became of the rows so far."""
         if self.counts.rows:
             return f"streamed {self.counts}"
         count = "rows" if self.length is None else f"{self.length} rows"
@@ -163,13 +163,13 @@ class StreamedRows:
         if self.length is not None and number * self.size >= self.length:
             return []
         if number != self._next:
-            self._rows = self._from(number * self.size)
+            self._rows = self._rows_from(number * self.size)
         self._next = -1  # should reading fail, it cannot be resumed where it was
         block = list(islice(self._rows, self.size))
         self._next = number + 1
         return block
 
-    def _from(self, start: int) -> Iterator[tuple[int, Record]]:
+    def _rows_from(self, start: int) -> Iterator[tuple[int, Record]]:
         """The rows from a number on; at their end it is known how many there are."""
         at = yield from in_turn([source for source, _ in self._sources], start)
         if self.length is not None and at < self.length:
@@ -241,11 +241,11 @@ class StreamedBatches(Batches):
     def _parts_from(self, index: int) -> Iterator[_Part]:
         """Parts, one after another, that come to that of a step."""
 
-    def _passes(self, read: float) -> float:
-        """Of so many rows; until the end was seen, as if it were as far away as is read ahead."""
+    def _epochs_read(self, read: float) -> float:
+        """Epochs in so many rows; until the end was seen, as if it lay as far as is read ahead."""
         return read / (self._rows.length or read + 2 * self._rows.size)
 
-    def _row(self, epoch: int, number: int, place: int) -> tuple[int, Record]:
+    def _shuffled_row(self, epoch: int, number: int, place: int) -> tuple[int, Record]:
         """The row at a place of a block, as it is shuffled in an epoch."""
         block = self._rows.block(number)
         if self.schedule.shuffle:
@@ -258,7 +258,7 @@ class StreamedBatches(Batches):
 
     def _part(self, index: int) -> _Part:
         """The part of a step; a thread reads one after another, and the last ones are held."""
-        self._checked(index)
+        self._check_index(index)
         # Not under the lock: another thread may be waiting for a later one.
         for part in self._parts:
             if part.first <= index < part.end:
@@ -290,13 +290,13 @@ class RowStream(StreamedBatches):
 
     def epoch(self, index: int) -> float:
         """See `Batches`."""
-        return self._passes(min((index + 1) * self.global_batch, self._total))
+        return self._epochs_read(min((index + 1) * self.global_batch, self._total))
 
     def _parts_from(self, index: int) -> Iterator[_Part]:
         for step in range(index, self.steps):
             end = min((step + 1) * self.global_batch, self._total)
             positions = range(step * self.global_batch, end)
-            rows = [self._row(*self._rows.locate(position)) for position in positions]
+            rows = [self._shuffled_row(*self._rows.locate(position)) for position in positions]
             documents, counts = self._rows.encode(rows, whole=False)
             documents += [[] for _ in range(self.global_batch - len(documents))]
             yield _Part(first=step, steps=[documents], counts=counts)
@@ -330,7 +330,7 @@ class PackedStream(StreamedBatches):
             return (index + 1) / self._steps_per_epoch
         part = self._part(index)
         done = (index + 1 - part.first) / len(part.steps) * part.counts.rows
-        return part.epoch + self._passes(part.block * self._rows.size + done)
+        return part.epoch + self._epochs_read(part.block * self._rows.size + done)
 
     def _parts_from(self, index: int) -> Iterator[_Part]:
         begin = self._resumed if index >= self._resumed.get("first_step", 0) else {}
@@ -338,9 +338,9 @@ class PackedStream(StreamedBatches):
         while True:
             places = range(len(self._rows.block(number)))
             if places:
-                rows = [self._row(epoch, number, place) for place in places]
+                rows = [self._shuffled_row(epoch, number, place) for place in places]
                 documents, counts = self._rows.encode(rows)
-                steps = self._dealt([one for row in documents for one in row], epoch, number)
+                steps = self._deal([one for row in documents for one in row], epoch, number)
                 yield _Part(first=first, steps=steps, counts=counts, epoch=epoch, block=number)
                 first, number = first + len(steps), number + 1
             elif first:
@@ -351,7 +351,7 @@ class PackedStream(StreamedBatches):
                     "data.max_length and the columns of data.train"
                 )
 
-    def _dealt(self, documents: list[Tokens], epoch: int, number: int) -> list[list[list[Tokens]]]:
+    def _deal(self, documents: list[Tokens], epoch: int, number: int) -> list[list[list[Tokens]]]:
         """The steps of a block: of each, its packs."""
         lengths = np.array([len(each.ids) for each in documents], dtype=np.int64)
         packs = pack(lengths, self.layout.max_length, np.arange(len(documents)))

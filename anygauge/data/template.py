@@ -24,7 +24,7 @@ MOST_CHARACTERS = 2**24
 MOST_BYTES = 2**20
 """Of a template's file; long ones have some ten thousand."""
 
-NAMED = Path(__file__).with_name("templates")
+FOLDER = Path(__file__).with_name("templates")
 """Folder of the templates that have a name."""
 
 _MARKS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
@@ -48,7 +48,7 @@ def read_template(given: str | None) -> str | None:
     if given is None:
         return None
     if given in NAMED_TEMPLATES:
-        return (NAMED / f"{given}.jinja").read_text(encoding="utf-8")
+        return (FOLDER / f"{given}.jinja").read_text(encoding="utf-8")
     text, where = given, "data.chat_template"
     if not holds_template(CHAT_TEMPLATE, given):
         where = f"data.chat_template: {given}"
@@ -115,7 +115,7 @@ def _check_syntax(text: str, where: str) -> None:
 
 
 def render_unbounded(template: str, row: str) -> None:
-    """Where nobody bounds what a template takes; see `Rendering`."""
+    """Watch no rendering, where nobody bounds what a template takes; see `Rendering`."""
 
 
 class ChatTemplate:
@@ -223,7 +223,7 @@ class ChatTemplate:
                 return ends[-1]
         return None
 
-    def closing(self) -> str | None:
+    def text_after_answer(self) -> str | None:
         """What the template writes behind an answer; None where it does not take a question."""
         mark = "\ue0a7"
         turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": mark}]
@@ -234,7 +234,7 @@ class ChatTemplate:
 
     def stop_ids(self) -> list[int]:
         """The token that ends a turn of the assistant, for generation; empty if there is none."""
-        closing = self.closing() or ""
+        closing = self.text_after_answer() or ""
         for pattern in (self.special, self.added):
             if matches := pattern.findall(closing):
                 return [int(self.tokenizer.convert_tokens_to_ids(matches[0]))]
@@ -288,7 +288,7 @@ def end_of_turn_ids(
 
 
 def _token_patterns(tokenizer: Any) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """What matches a special token, and what matches any added token that is not white space."""
+    """Return what matches a special token, and what matches any added token but white space."""
     tokens = tokenizer.added_tokens_decoder.values()
     special = {each.content for each in tokens if each.special} | set(tokenizer.all_special_tokens)
 

@@ -116,7 +116,7 @@ class Collectives:
 
     # -- how long collectives may wait -------------------------------------------------------
 
-    def limit(self, seconds: float) -> tuple[str, ...]:
+    def set_timeout(self, seconds: float) -> tuple[str, ...]:
         """Give all groups of this process this limit, those of other libraries among them, and
         those that are made from now on. Nothing happens in a process that has joined none.
 
@@ -126,18 +126,18 @@ class Collectives:
         return limit_groups(seconds) if self._control_group is not None else ()
 
     @contextlib.contextmanager
-    def patient(self, *, then: float) -> Iterator[None]:
+    def patient_timeout(self, *, then: float) -> Iterator[None]:
         """Let ranks wait for each other as long as work takes that is not the same on all: loading,
         saving. All ranks enter it; none leaves it before the last has come to its end.
 
         Args:
             then: the limit afterwards, in seconds.
         """
-        self.limit(max(PATIENT_S, then))
+        self.set_timeout(max(PATIENT_S, then))
         yield
         if self._control_group is not None:
             self.barrier()
-        self.limit(then)
+        self.set_timeout(then)
 
     @property
     def control_group(self) -> dist.ProcessGroup:
@@ -212,7 +212,7 @@ class Collectives:
         return [value] if exchange is None else exchange.gather(value, "bytes")
 
     def _messages(self) -> SignedExchange | None:
-        """None for a process that is alone."""
+        """The exchange of bytes with other ranks; None for a process that is alone."""
         if self._exchange is None and self._control_group is not None:
             raise RuntimeError(
                 f"{type(self).__name__}.open made a group without Collectives.open, which makes "

@@ -14,6 +14,7 @@ from typing import Any
 from anygauge.interface.fabric import NO_FABRIC, ChosenFabric
 from anygauge.interface.job import Job
 from anygauge.interface.node import Node
+from anygauge.interface.probe import major_minor
 
 __all__ = [
     "THREADS",
@@ -78,7 +79,7 @@ class EnvironmentRule:
 
     name: str
     value: str
-    scope: Scope
+    scope: Scope = Scope.JOB
     reason: str
     source: str
     decide: Callable[[RuleContext], Setting | Skip]
@@ -116,10 +117,8 @@ class RuleContext:
         return self.node.variables.get(name, self.job.environment.get(name))
 
     def version(self, library: str) -> tuple[int, int]:
-        """``2.9.0+cu128`` is (2, 9); (0, 0) where the library is not installed or unreadable."""
-        major, _, rest = self.node.libraries.get(library, "").partition(".")
-        minor = rest.partition(".")[0]
-        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+        """Major and minor; (0, 0) where the library is not installed or its version unreadable."""
+        return major_minor(self.node.libraries.get(library)) or (0, 0)
 
 
 def interface_rule(
@@ -141,7 +140,7 @@ def interface_rule(
         node = context.node
         if node.main_interface is None:
             return Skip("no interface is the obvious one: the library chooses")
-        if len(node.outward) == 1:
+        if len(node.external_interfaces) == 1:
             return Skip(only_one)
         why = "ranks must meet on interfaces that reach each other"
         why += f"; {exactly!r}: the whole name, not a prefix" if exactly else ""
@@ -161,7 +160,7 @@ def interface_rule(
 
 def _others_up(node: Node) -> str:
     """``; also up: eth1``: interfaces other than the main one that could have been meant."""
-    names = [i.name for i in node.outward if i != node.main_interface]
+    names = [i.name for i in node.external_interfaces if i != node.main_interface]
     return f"; also up: {', '.join(names)}" if names else ""
 
 
@@ -191,7 +190,7 @@ def meeting_rule(name: str, library: str) -> EnvironmentRule:
     )
 
 
-def _threads(context: RuleContext) -> Setting:
+def _decide_threads(context: RuleContext) -> Setting:
     node, ranks = context.node, context.job.launch.devices
     return context.set_to(
         str(node.threads_per_rank(ranks)), f"{node.physical_cores} physical cores for {ranks} ranks"
@@ -204,6 +203,6 @@ THREADS = EnvironmentRule(
     scope=Scope.RANK,
     reason="more threads than cores make ranks wait for each other",
     source="pytorch.org/docs: notes/multiprocessing, on oversubscription",
-    decide=_threads,
+    decide=_decide_threads,
 )
 """Threads of the host's part of a rank."""

@@ -56,14 +56,14 @@ class Traffic:
     bytes: float
 
     @property
-    def wire(self) -> float:
+    def wire_bytes(self) -> float:
         """Bytes that leave each rank where a ring carries them."""
         share = (len(self.group) - 1) / len(self.group)
         if self.operation == "all_reduce":
             return 2 * share * self.bytes
         return self.bytes if self.operation == "send" else share * self.bytes
 
-    def spans(self, per_machine: int) -> bool:
+    def crosses_machines(self, per_machine: int) -> bool:
         """Whether it leaves a machine of so many ranks."""
         return len({rank // per_machine for rank in self.group}) > 1
 
@@ -112,13 +112,13 @@ class MemoryEstimate:
     copied_bytes: float = 0.0
     other_bytes: float = 0.0
 
-    def held(self, moment: str, *kinds: str) -> int:
+    def bytes_at(self, moment: str, *kinds: str) -> int:
         """Bytes of these kinds at a moment, on the device and the host."""
         parts = (self.device.get(moment, {}), self.host.get(moment, {}))
         return sum(part.get(kind, 0) for part in parts for kind in kinds)
 
     @property
-    def sent(self) -> dict[str, int]:
+    def bytes_sent(self) -> dict[str, int]:
         """Collective -> bytes that it is given in a step, over all groups."""
         found = dict.fromkeys((one.operation for one in self.traffic), 0)
         for one in self.traffic:

@@ -99,8 +99,8 @@ def named_fabric(fabrics: Sequence[Fabric], name: str) -> Fabric | None:
     return found
 
 
-def _ethernet(node: Node) -> str | None:
-    found = node.main_interface or next(iter(node.outward), None)
+def _detect_ethernet(node: Node) -> str | None:
+    found = node.main_interface or next(iter(node.external_interfaces), None)
     return None if found is None else f"interface {found.name}, and no better network"
 
 
@@ -115,6 +115,6 @@ def detected_by(wanted: Callable[[RdmaDevice], bool]) -> Callable[[Node], str | 
 
 
 ETHERNET = Fabric(
-    name="ethernet", what="TCP over the machine's network interfaces", detect=_ethernet
+    name="ethernet", what="TCP over the machine's network interfaces", detect=_detect_ethernet
 )
 """What every machine has."""

@@ -64,15 +64,15 @@ def figure(
         if not units:
             plain = isinstance(value, (int, float)) and not isinstance(value, bool)
             if not plain or (whole and value % 1):
-                raise _refused(value, f"{'a whole' if whole else 'a'} number, without quotes")
+                raise _bad_figure(value, f"{'a whole' if whole else 'a'} number, without quotes")
             number = float(value)
         else:
             found = _QUANTITY.fullmatch(value.strip()) if isinstance(value, str) else None
             if found is None or found[2] not in units:
-                raise _refused(value, f"a number and its unit in quotes, of {', '.join(units)}")
+                raise _bad_figure(value, f"a number and its unit in quotes, of {', '.join(units)}")
             number = float(found[1]) * units[found[2]]
         if not (0 <= number < 1e18) or (number == 0 and not may_be_0):
-            raise _refused(value, "a number above 0")
+            raise _bad_figure(value, "a number above 0")
         return int(number) if whole else number
 
     return PlainValidator(read)
@@ -80,11 +80,11 @@ def figure(
 
 def _count(text: str) -> int:
     if not (text.isdecimal() and 0 < int(text) <= 1024):
-        raise _refused(text, "a number of ranks, 1 to 1024: [card.mine.ranks.2]")
+        raise _bad_figure(text, "a number of ranks, 1 to 1024: [card.mine.ranks.2]")
     return int(text)
 
 
-def _refused(value: Any, valid: str) -> PydanticCustomError:
+def _bad_figure(value: Any, valid: str) -> PydanticCustomError:
     return PydanticCustomError("figure", "{valid}", {"value": value, "valid": valid})
 
 
@@ -155,8 +155,8 @@ class Card(Rates):
     origin: str = ""
 
     @property
-    def asked(self) -> tuple[str, ...]:
-        """Figures that are asked of the machine at hand, by `BackendSpec.this_machine`."""
+    def to_measure(self) -> tuple[str, ...]:
+        """Figures that the machine at hand gives, by `BackendSpec.this_machine`."""
         return tuple(
             name for name in CARD_FIGURES if name in self.sources and getattr(self, name) is None
         )
@@ -240,7 +240,7 @@ def read_tables(
 
 
 class _Reader:
-    """Of one file.
+    """Reads one file.
 
     Args:
         source: of figures that have none; None: each must have one.
@@ -270,15 +270,15 @@ class _Reader:
             first = error.errors(include_url=False)[0]
             at = ".".join([place, *(str(part) for part in first["loc"] if part != "[key]")])
             if first["type"] == "figure":
-                raise self._fault(at, first["ctx"]["value"], first["ctx"]["valid"]) from None
+                raise self._error_at(at, first["ctx"]["value"], first["ctx"]["valid"]) from None
             words = {"bool_type": "true or false", "string_type": "a name in quotes"}
             valid = words.get(first["type"], "a list of texts")
-            raise self._fault(at, first["input"], valid) from None
+            raise self._error_at(at, first["input"], valid) from None
 
     def table(self, value: Any, place: str, valid: Collection[str] | None = None) -> dict[str, Any]:
         """A table whose keys are all valid; None: any."""
         if not isinstance(value, dict):
-            raise self._fault(place, value, f"a table: [{place}], then a line for each figure")
+            raise self._error_at(place, value, f"a table: [{place}], then a line for each figure")
         unknown = [] if valid is None else [key for key in value if key not in valid]
         if valid is not None and unknown:
             said = f"{f'[{place}]' if place else 'it'} has an unknown key {unknown[0]!r}"
@@ -312,14 +312,14 @@ class _Reader:
         if isinstance(value, list):
             if len(value) != 2 or not isinstance(value[1], str) or not value[1].strip():
                 valid = 'a figure and its source: ["79.1 GiB", "measured"]'
-                raise self._fault(place, value, valid)
+                raise self._error_at(place, value, valid)
             value, source = value[0], value[1].strip()
         elif source is None:
-            raise self._fault(place, value, f'its source beside it: [{value!r}, "where from"]')
+            raise self._error_at(place, value, f'its source beside it: [{value!r}, "where from"]')
         self._sources[place] = source
         return value
 
-    def _fault(self, place: str, value: Any, valid: str) -> UsageError:
+    def _error_at(self, place: str, value: Any, valid: str) -> UsageError:
         return UsageError(f"{self._where}: {place} is {value!r}; it must be {valid}")
 
 

@@ -63,7 +63,7 @@ class Activations:
         """Whether a layer, counted from 0, does."""
         return bool(self.every) and layer % self.every == 0
 
-    def recomputed(self, layers: int) -> int:
+    def num_recomputed(self, layers: int) -> int:
         """How many of so many layers do."""
         return sum(map(self.recomputes, range(layers)))
 
@@ -114,7 +114,7 @@ class ModelFactory(Protocol):
         """
 
     def external_parameters(self, model: nn.Module) -> Sequence[tuple[nn.Module, nn.Parameter]]:
-        """Of an adapted model: parameters that a module reads though another one owns them."""
+        """Find an adapted model's parameters that a module reads though another one owns them."""
 
     def checkpoint_activations(self, model: nn.Module, *, reentrant: bool = False) -> None:
         """Have layers recompute their activations in backward, as the run asks for it.

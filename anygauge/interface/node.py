@@ -75,7 +75,7 @@ class Node:
         return next((i for i in self.interfaces if i.up and i.loopback), None)
 
     @property
-    def outward(self) -> tuple[NetworkInterface, ...]:
+    def external_interfaces(self) -> tuple[NetworkInterface, ...]:
         """Interfaces that are up and may reach other machines; physical ones come first."""
         found = [i for i in self.interfaces if i.up and not i.loopback]
         return tuple(sorted(found, key=lambda i: not i.physical))
@@ -86,7 +86,7 @@ class Node:
 
         None where that would be a guess (several, all virtual).
         """
-        outward = self.outward
+        outward = self.external_interfaces
         if outward and (outward[0].physical or len(outward) == 1):
             return outward[0]
         return None

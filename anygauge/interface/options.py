@@ -1,4 +1,4 @@
-"""What a run file may say to one plugin: the base of all options, and those of every launcher."""
+"""The options that a run file may give a plugin: the base of all, and those of every launcher."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ class Share:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is asked of a strategy, as far as it is known before anything is built.
+    """What a strategy knows of a rank's work before anything is built.
 
     Attributes:
         skeleton: the adapted model on the meta device; None leaves out what depends on it.
@@ -138,7 +138,7 @@ class BuildContext:
 
 
 class StrategyPlanner(Protocol):
-    """What plans ask of a strategy."""
+    """The questions of a plan to a strategy."""
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """What the workload's rank holds and sends; the skeleton is there, whole."""

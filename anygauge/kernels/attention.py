@@ -11,7 +11,7 @@ from anygauge.interface import AttentionKernel, Backend, PluginError
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionChoice:
-    """What models are built with.
+    """The attention that models are built with.
 
     Attributes:
         name: for the model library.
@@ -36,7 +36,7 @@ def library_attention(backend: Backend, config: Any) -> AttentionChoice:
     flag = {"sdpa": "_supports_sdpa", "flex_attention": "_supports_flex_attn"}.get(name)
     if flag is not None and not getattr(model_class(config), flag, True):
         name, why = "eager", f"this architecture has no {name}"
-    elif name == "sdpa" and setting(config.get_text_config(), "attn_logit_softcapping"):
+    elif name == "sdpa" and config_value(config.get_text_config(), "attn_logit_softcapping"):
         # Versions before 5 of the library compute such models without their cap there.
         name, why = "eager", "sdpa would leave out the cap of this architecture's scores"
     return AttentionChoice(name=name, why=why, masks_of=name)
@@ -67,12 +67,12 @@ def unfit_attention(kernel: AttentionKernel, config: Any) -> str | None:
     if reason := never_called(model_class(config), kernel.mask):
         return reason
     dropouts = (
-        setting(config, name) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
+        config_value(config, name) for name in ("attention_dropout", "attn_pdrop", "attn_dropout")
     )
     if not kernel.drops and any(isinstance(p, int | float) and p > 0 for p in dropouts):
         return "it drops attention weights in training, which the kernel cannot"
-    heads, hidden = (setting(config, n) for n in ("num_attention_heads", "hidden_size"))
-    size = setting(config, "head_dim") or (hidden // heads if hidden and heads else None)
+    heads, hidden = (config_value(config, n) for n in ("num_attention_heads", "hidden_size"))
+    size = config_value(config, "head_dim") or (hidden // heads if hidden and heads else None)
     if size is not None and size < kernel.smallest_head:
         return f"its heads of {size} are below the {kernel.smallest_head} that the kernel serves"
     return None
@@ -100,11 +100,11 @@ def never_called(kind: type | None, mask: str = "eager") -> str | None:
     return None
 
 
-def setting(config: Any, name: str) -> Any:
+def config_value(config: Any, name: str) -> Any:
     """A field of a configuration; None where it has none, or one for each layer."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:  # transformers 5.23 refuses to give what layers differ in
+    except RuntimeError:  # transformers 5.23 and newer refuse to give what layers differ in
         return None
 
 

@@ -1,4 +1,4 @@
-"""Which kernel serves each operation: asked for, preferred, default, or the reference; no torch."""
+"""Chooses each operation's kernel: the run's, preferred, default, or reference; no torch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Provided, Registry
 from anygauge.registry.specs import load_factory, why_missing
-from anygauge.util.text import did_you_mean, listed
+from anygauge.util.text import did_you_mean, join_names
 
 ATTENTION = "attention"
 NORM = "rms_norm"
@@ -87,17 +87,17 @@ def choose_kernels(
         if operation not in known:
             raise UnknownNameError(
                 f"kernels: there is no operation {operation!r}"
-                f"{did_you_mean(operation, known) or ';'} valid operations: {listed(known)}"
+                f"{did_you_mean(operation, known) or ';'} valid operations: {join_names(known)}"
             )
     return {
-        operation: _choose(
+        operation: _choose_kernel(
             operation, registry, backend, preferred.get(operation), requested.get(operation)
         )
         for operation in sorted(known)
     }
 
 
-def _choose(
+def _choose_kernel(
     operation: str, registry: Registry, backend: Backend, preferred: str | None, asked: str | None
 ) -> KernelChoice:
     by_name = {p.spec.name: p for p in registry.kernels if p.spec.operation == operation}
@@ -111,7 +111,7 @@ def _choose(
         if name == REFERENCE:
             return None
         if name in by_name:
-            return unfit(by_name[name].spec, backend)
+            return why_unfit(by_name[name].spec, backend)
         return doubled.get(name, "no installed plugin provides it")
 
     candidates: list[tuple[str, str]] = []
@@ -121,13 +121,13 @@ def _choose(
         if why_not is not None and asked not in by_name:
             raise UnknownNameError(
                 f"kernels: {operation}: {asked!r}: {why_not}{did_you_mean(asked, valid) or ';'} "
-                f"valid names: {listed(valid)}"
+                f"valid names: {join_names(valid)}"
             )
         if why_not is not None:
             raise NotAvailableError(
                 f"kernels: {operation}: {asked!r} ({by_name[asked].origin}) cannot run on the "
                 f"{backend.name} backend: {why_not}; "
-                f"those that can: {listed(name for name in valid if not problem(name))}"
+                f"those that can: {join_names(name for name in valid if not problem(name))}"
             )
         candidates.append((asked, "asked for by name"))
     if preferred is not None:
@@ -162,10 +162,10 @@ def serves(spec: KernelSpec, backend: Backend) -> bool:
     return not spec.device_types or backend.device_type in spec.device_types
 
 
-def unfit(spec: KernelSpec, backend: Backend) -> str | None:
+def why_unfit(spec: KernelSpec, backend: Backend) -> str | None:
     """Why a kernel cannot run on a backend here, or None."""
     if not serves(spec, backend):
-        return f"it serves {listed(spec.device_types)} devices, not {backend.device_type!r}"
+        return f"it serves {join_names(spec.device_types)} devices, not {backend.device_type!r}"
     return why_missing(spec.missing)
 
 
@@ -187,7 +187,7 @@ def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[s
     if named != "auto":
         chosen.pop(ATTENTION, None)
     for operation in (ADAMW, CLIP, LORA):
-        unused = _unused(run, strategy, operation) if operation in chosen else ""
+        unused = _why_unused(run, strategy, operation) if operation in chosen else ""
         if unused and run.kernels.get(operation, REFERENCE) != REFERENCE:
             raise UnsupportedError(
                 f"kernels.{operation}: {run.kernels[operation]!r} would never be called: {unused}. "
@@ -198,7 +198,7 @@ def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[s
     providers = (chosen[op].provided for op in CALLED if op in chosen)
     called = set(CALLED).union(*(provided.spec.uses for provided in providers if provided))
     for operation in sorted(run.kernels.keys() - called):
-        around = users(registry, operation)
+        around = kernels_using(registry, operation)
         raise UnsupportedError(
             f"kernels.{operation}: {run.kernels[operation]!r} would never be called: no kernel of "
             f"this run uses {operation}. Leave it out"
@@ -207,13 +207,13 @@ def kernels_of_run(run: RunFile, backend: Backend, registry: Registry) -> dict[s
     return {operation: choice for operation, choice in chosen.items() if operation in called}
 
 
-def users(registry: Registry, operation: str) -> str:
+def kernels_using(registry: Registry, operation: str) -> str:
     """The kernels that are made with one of an operation, as a run file asks for them."""
     found = (p.spec for p in registry.kernels if operation in p.spec.uses)
     return ", ".join(sorted(f"kernels.{spec.operation}: {spec.name}" for spec in found))
 
 
-def _unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
+def _why_unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
     """Why a run would not call an operation; empty if it does."""
     if operation == LORA:
         return "" if run.adapter is not None else "there is no adapter"

@@ -25,7 +25,7 @@ NormKernel = Callable[[Tensor, Tensor, float], Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelKernels:
-    """What is put into a model; None: as the model, or peft, does it.
+    """The kernels to put into a model; None: as the model, or peft, computes it.
 
     Attributes:
         norm: computes the RMS norms that are plain.

@@ -98,7 +98,7 @@ class Architecture(Protocol):
     config: Any
 
     def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
-        """The same model, built with these; None puts nothing into it."""
+        """Return the same model, built with these kernels; None puts nothing into it."""
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`."""
@@ -136,9 +136,9 @@ def plan_kernels(
             "out"
         )
     norm, rope, lora, loss = (kernels[operation] for operation in (NORM, ROPE, LORA, LOSS))
-    norms = _count(plain_norms(model)) if norm is not None else (0, 0)
-    rotations = _count(plain_rotations(model)) if rope is not None else (0, 0)
-    layers = _count(plain_lora(model)) if lora is not None else (0, 0)
+    norms = _count_replaced(plain_norms(model)) if norm is not None else (0, 0)
+    rotations = _count_replaced(plain_rotations(model)) if rope is not None else (0, 0)
+    layers = _count_replaced(plain_lora(model)) if lora is not None else (0, 0)
     if lora is not None and not layers[0]:
         problems[LORA] = f"none of the {layers[1]} adapted layers is plain LoRA"
     if loss is not None:
@@ -148,7 +148,7 @@ def plan_kernels(
             problems[LOSS] = "the device compiles the whole model, its output layer with it"
         elif not served:
             problems[LOSS] = served.reason
-        loss = _on_graphs(rule.bound(loss), backend.graph)
+        loss = _on_graphs(rule.bind(loss), backend.graph)
     return KernelPlan(
         choices={**choices, **{op: _gives_way(run, choices[op], problems[op]) for op in problems}},
         attention=attention,
@@ -180,7 +180,7 @@ def _on_graphs(loss: LossKernel, graph: Graph) -> LossKernel:
 def _attention(
     run: RunFile, backend: Backend, choices: Mapping[str, KernelChoice], kernel: Any, config: Any
 ) -> tuple[AttentionChoice, dict[str, str]]:
-    """What computes attention; and why the kernel cannot, by operation."""
+    """Choose what computes attention; tells why the kernel cannot, by operation."""
     named = run.model.attention
     if named != "auto":
         return AttentionChoice(name=named, why="asked for by name", masks_of=named), {}
@@ -221,5 +221,5 @@ def _gives_way(run: RunFile, choice: KernelChoice, why: str) -> KernelChoice:
     )
 
 
-def _count(found: tuple[Sequence[Any], int]) -> tuple[int, int]:
+def _count_replaced(found: tuple[Sequence[Any], int]) -> tuple[int, int]:
     return len(found[0]), found[1]

@@ -21,7 +21,7 @@ class LogitsRule:
     scale: float = 1.0
     softcap: float | None = None
 
-    def bound(self, kernel: LossKernel) -> LossKernel:
+    def bind(self, kernel: LossKernel) -> LossKernel:
         """A kernel that does the same."""
         return functools.partial(kernel, scale=self.scale, softcap=self.softcap)
 
@@ -49,18 +49,18 @@ def logits_rule(model: Any) -> tuple[LogitsRule, Support]:
         not.
     """
     try:
-        return _tried(base_of(model)), FULL
+        return _find_rule(base_of(model)), FULL
     except _NotServed as error:
         return LogitsRule(), Support(Level.NOT_WRITTEN_YET, str(error))
 
 
-def _tried(model: Any) -> LogitsRule:
+def _find_rule(model: Any) -> LogitsRule:
     name = type(model).__name__
     head: Any = model.get_output_embeddings()
     _check_head(head, name)
     if "forward" in vars(model) or "forward" in vars(head):
         raise _NotServed(f"the forward of this {name} was replaced by something else")
-    decoder = _decoder(model, head, name)
+    decoder = _find_decoder(model, head, name)
     hidden = torch.linspace(-1.0, 1.0, 2 * 8).reshape(1, 2, 8)
     product = torch.linspace(-90.0, 90.0, 2 * 32).reshape(1, 2, 32)
     given: list[Tensor] = []
@@ -70,7 +70,7 @@ def _tried(model: Any) -> LogitsRule:
         return product.clone()
 
     replace_forward(head, head_forward)
-    replace_forward(decoder, lambda *_, **__: _decoded(hidden))
+    replace_forward(decoder, lambda *_, **__: _decoder_output(hidden))
     try:
         ids = torch.zeros(1, 2, dtype=torch.long)
         with torch.no_grad():
@@ -84,7 +84,7 @@ def _tried(model: Any) -> LogitsRule:
         raise _NotServed(f"{name} does not give its last hidden state to its output layer once")
     if logits.shape != product.shape:
         raise _NotServed(f"{name} returns logits of another shape than its output layer's")
-    for rule in _candidates(model.config):
+    for rule in _candidate_rules(model.config):
         if torch.allclose(logits.float(), rule(product), rtol=1e-5, atol=1e-6):
             return rule
     raise _NotServed(f"{name} changes its logits in a way that is not known here")
@@ -102,7 +102,7 @@ def _check_head(head: Any, name: str) -> None:
         raise _NotServed("DoRA on the output layer normalizes its whole weight")
 
 
-def _decoder(model: Any, head: Any, name: str) -> Any:
+def _find_decoder(model: Any, head: Any, name: str) -> Any:
     found = model.get_decoder() if hasattr(model, "get_decoder") else model
     if found is model or found is head or found is None:  # some call their output layer decoder
         names = (model.base_model_prefix, "model")
@@ -112,7 +112,7 @@ def _decoder(model: Any, head: Any, name: str) -> Any:
     return found
 
 
-def _decoded(hidden: Tensor) -> Any:
+def _decoder_output(hidden: Tensor) -> Any:
     from transformers.modeling_outputs import BaseModelOutputWithPast
 
     class Decoded(BaseModelOutputWithPast):
@@ -125,7 +125,7 @@ def _decoded(hidden: Tensor) -> Any:
     return Decoded(last_hidden_state=hidden)
 
 
-def _candidates(config: Any) -> list[LogitsRule]:
+def _candidate_rules(config: Any) -> list[LogitsRule]:
     """Rules by what configurations call their numbers; each is tried, none is believed."""
     text = config.get_text_config()
 

@@ -34,8 +34,8 @@ def state_loss_rows(labels: Tensor, rows: Tensor) -> None:
     setattr(labels, _ROWS, rows)
 
 
-class _Pending:
-    """What one forward is asked for, and its answer.
+class _PendingLoss:
+    """The loss that one forward is to make, and its result.
 
     Attributes:
         targets: (B * T,); None: logits are wanted.
@@ -91,7 +91,7 @@ def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
         replace_forward(causal, _forward_with_logits(vars(causal).get("forward")))
         return
     head: Any = causal.get_output_embeddings()
-    pending = _Pending(kernel)
+    pending = _PendingLoss(kernel)
     if type(head) is nn.Linear:
         replace_forward(head, _layer_forward(pending))
     else:
@@ -149,7 +149,7 @@ def _forward_with_logits(replaced: Callable[..., Any] | None) -> Callable[..., A
     return forward
 
 
-def _model_forward(pending: _Pending) -> Callable[..., Any]:
+def _model_forward(pending: _PendingLoss) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
         if shift_labels is None:
             return type(self).forward(self, *args, **kwargs)
@@ -171,7 +171,7 @@ def _model_forward(pending: _Pending) -> Callable[..., Any]:
     return forward
 
 
-def _layer_forward(pending: _Pending) -> Callable[[Any, Tensor], Tensor]:
+def _layer_forward(pending: _PendingLoss) -> Callable[[Any, Tensor], Tensor]:
     def forward(self: Any, input: Tensor) -> Tensor:
         if pending.targets is None:
             plain: Tensor = type(self).forward(self, input)
@@ -181,7 +181,7 @@ def _layer_forward(pending: _Pending) -> Callable[[Any, Tensor], Tensor]:
     return forward
 
 
-def _fuse_adapted_head(head: Any, pending: _Pending) -> None:
+def _fuse_adapted_head(head: Any, pending: _PendingLoss) -> None:
     """Let an output layer with LoRA make the loss.
 
     The two matrices are in modules of their own, each of which may have to be called for its weight

@@ -37,7 +37,7 @@ def plain_rotations(model: nn.Module) -> tuple[list[nn.Module], int]:
     for module in model.modules():
         kind = type(module)
         if kind not in served:
-            served[kind] = _served(kind)
+            served[kind] = _rotates_plainly(kind)
         if served[kind] is None:
             continue
         total += 1
@@ -57,26 +57,39 @@ def replace_rotations(model: nn.Module, kernel: RopeKernel) -> None:
 
 
 def _with_kernel(forward: Any, kernel: RopeKernel) -> types.FunctionType:
-    """The same function, for which `FUNCTION` is the kernel."""
-    names = {**forward.__globals__, FUNCTION: kernel}
+    """Copy a function; in the copy `FUNCTION` is the kernel, and decorators stay around it."""
+    inner = getattr(forward, "__wrapped__", None)
+    cells, names = forward.__closure__, forward.__globals__
+    if inner is None:
+        names = {**names, FUNCTION: kernel}
+    else:
+        replaced = types.CellType(_with_kernel(inner, kernel))
+        cells = tuple(replaced if each.cell_contents is inner else each for each in cells)
     made = types.FunctionType(
-        forward.__code__, names, forward.__name__, forward.__defaults__, forward.__closure__
+        forward.__code__, names, forward.__name__, forward.__defaults__, cells
     )
     made.__kwdefaults__ = forward.__kwdefaults__
     return made
 
 
-def _served(kind: type[nn.Module]) -> bool | None:
+def _rotates_plainly(kind: type[nn.Module]) -> bool | None:
     """Whether a class's rotations are plain; None: it calls no such function."""
-    forward = kind.forward
+    forward: Any = kind.forward
     if not isinstance(forward, types.FunctionType):
         return None
-    inner = inspect.unwrap(forward)
-    if FUNCTION not in inner.__code__.co_names:
+    around = []  # decorators, such as the one that takes an argument's earlier name
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        around.append(_calls_by_closure(forward, inner))
+        forward = inner
+    if FUNCTION not in forward.__code__.co_names:
         return None
-    if inner is not forward:
-        return False  # a decorator calls the code; that stays as it is
-    return _called_plainly(forward) and _is_plain(forward.__globals__.get(FUNCTION))
+    return all(around) and _called_plainly(forward) and _is_plain(forward.__globals__.get(FUNCTION))
+
+
+def _calls_by_closure(wrapper: Any, inner: Any) -> bool:
+    """Whether a decorator's function has the one that it wraps as a variable of its closure."""
+    cells = getattr(wrapper, "__closure__", None) or ()
+    return isinstance(inner, types.FunctionType) and any(c.cell_contents is inner for c in cells)
 
 
 def _called_plainly(forward: types.FunctionType) -> bool:

@@ -18,7 +18,7 @@ from pathlib import Path
 from anygauge.interface import LOST, AnygaugeError, Job
 from anygauge.launch.attempt import Requests
 from anygauge.launch.decision import Decision
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.hello import Hello
 from anygauge.launch.meeting import CancelledError, meet
 from anygauge.launch.nodes import Instruction, Nodes
@@ -107,7 +107,7 @@ class _Agent:
             os.environ.update(json.loads(Path(arguments.variables).read_text()))
         if arguments.secrets is not None:
             os.environ.update(read_secrets(arguments.secrets))
-        inherited = scrub(os.environ)
+        inherited = without_launcher(os.environ)
         self._node_rank = int(expand_variables(arguments.node_rank))
         if arguments.events is not None:
             mode = os.O_WRONLY | os.O_APPEND | os.O_CREAT
@@ -182,14 +182,14 @@ class _Agent:
         nodes = self._nodes
         state = "cancelled" if status == CancelledError.exit_status else "failed"
         send = self._outbox.send
-        if nodes is not None and not nodes.over:
+        if nodes is not None and not nodes.has_outcome:
             send = nodes.send
             failure = JobFailure(time=time.time(), text=text, exit_status=status, final=True)
             failures = (failure,) if text else ()
             nodes.broadcast(Instruction.END)
             nodes.report(NodeReport(node_rank=self._node_rank, host=self._host, failures=failures))
             deadline = time.monotonic() + _REPORTING_S
-            while not nodes.over and time.monotonic() < deadline:
+            while not nodes.has_outcome and time.monotonic() < deadline:
                 nodes.poll()
                 time.sleep(0.05)
             if not text and nodes.outcome is not None:

@@ -36,7 +36,7 @@ class Requests:
         self.received.append((signum, time.monotonic()))
 
     def collect_signals(self) -> None:
-        """From now on, each signal is a request. For the main thread."""
+        """Make each signal a request from now on. For the main thread."""
         for number in SIGNALS:
             signal.signal(number, self.add)
 
@@ -62,7 +62,7 @@ class Attempt:
         self._doings = ""  # what the ranks were doing when the first of them failed
 
     @property
-    def running(self) -> list[RankProcess]:
+    def running_ranks(self) -> list[RankProcess]:
         """The ranks whose end is worth waiting for.
 
         One that was killed and does not exit waits inside the kernel, perhaps for a device.
@@ -72,7 +72,7 @@ class Attempt:
         return [rank for rank in self.ranks if rank.running]
 
     def stop(self, signum: int, at: float) -> None:
-        """Let the ranks finish their step, write a checkpoint and end: the job was asked to."""
+        """Let the ranks finish their step, write a checkpoint and end, as the user requested."""
         if self.requested is None:
             self.requested = (signum, at)
             self._end(signal.SIGTERM, self._job.stop_grace_s)
@@ -89,7 +89,7 @@ class Attempt:
         """Kill the ranks when their grace is over, or one hangs: libraries may never notice."""
         if time.monotonic() > self._kill_at:
             self.kill()
-        idlest = max(self.running, key=lambda rank: rank.watchdog.idle_s, default=None)
+        idlest = max(self.running_ranks, key=lambda rank: rank.watchdog.idle_s, default=None)
         if self._sent is not None or idlest is None:
             return
         limit_s = idlest.watchdog.limit_s
@@ -109,7 +109,7 @@ class Attempt:
         return NodeReport(
             node_rank=node_rank,
             host=self._hostname,
-            ok=complete and all(rank.ok for rank in self.ranks),
+            ok=complete and all(rank.succeeded for rank in self.ranks),
             stopped=stopped_text(self.ranks[0].stopped or {}) if clean else None,
             failures=tuple(
                 locate_failure(
@@ -147,7 +147,7 @@ class Attempt:
     def _describe_ranks(self) -> str:
         """What each rank is doing, where one of them seems to hang."""
         running = [rank for rank in self.ranks if rank.running]
-        if not any(rank.watchdog.suspicious for rank in running):
+        if not any(rank.watchdog.is_suspicious for rank in running):
             return ""
         doings = (f"rank {rank.rank}: {rank.watchdog.describe()}" for rank in running)
         return "\n".join((f"what the ranks on {self._hostname} were doing:", *doings))

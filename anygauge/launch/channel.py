@@ -29,8 +29,8 @@ from pydantic import TypeAdapter, ValidationError
 
 from anygauge.util.exchange import derived_key
 
-LONGEST = 16 * 1024 * 1024
-LONGEST_OF_UNKNOWN = 64 * 1024
+MAX_BYTES = 16 * 1024 * 1024
+MAX_UNPROVEN_BYTES = 64 * 1024
 """Bytes of a message before its sender has proved that it knows the secret."""
 
 UNPROVEN = "it did not prove that it knows this job's secret"
@@ -64,12 +64,12 @@ class Channel:
         self.heard = time.monotonic()
         self.closed = False
         self.why = ""
-        self.longest = LONGEST_OF_UNKNOWN
+        self.longest = MAX_UNPROVEN_BYTES
         self._incoming = bytearray()
         self._outgoing = bytearray()
 
     @property
-    def waiting(self) -> int:
+    def unsent_bytes(self) -> int:
         """Number of bytes that are not sent yet; 0 once it is closed."""
         return len(self._outgoing)
 
@@ -98,7 +98,7 @@ class Channel:
         What is not taken from the iterator comes first at the next call.
         """
         for _ in range(_CHUNKS):
-            while (message := self._next()) is not None:
+            while (message := self._next_message()) is not None:
                 yield message
             if self.closed or not self._read():
                 return
@@ -126,7 +126,7 @@ class Channel:
         self._incoming += chunk
         return True
 
-    def _next(self) -> dict[str, Any] | None:
+    def _next_message(self) -> dict[str, Any] | None:
         """The next message of what was read; what is none closes the connection."""
         if len(self._incoming) < _SIZE.size:
             return None
@@ -152,7 +152,7 @@ class Channel:
 def close_all(channels: Collection[Channel]) -> None:
     """Send what is left, for a short time, and close."""
     deadline = time.monotonic() + _CLOSING_S
-    while any(channel.waiting for channel in channels) and time.monotonic() < deadline:
+    while any(channel.unsent_bytes for channel in channels) and time.monotonic() < deadline:
         time.sleep(0.01)
         for channel in channels:
             channel.flush()
@@ -170,7 +170,7 @@ def proof_of(secret: str, role: str, worker: str, coordinator: str) -> str:
     return derived_key(secret, f"join of agents: {role} {worker} {coordinator}").hex()
 
 
-def proves(message: Mapping[str, Any], expected: str) -> bool:
+def has_proof(message: Mapping[str, Any], expected: str) -> bool:
     """Whether a message has the proof that its sender knows the secret."""
     found = message.get("proof")
     return isinstance(found, str) and hmac.compare_digest(found.encode(), expected.encode())

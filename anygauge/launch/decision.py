@@ -1,4 +1,4 @@
-"""What is known of a run's memory before it starts, and what strategy `auto` becomes.
+"""Holds what a run's memory plan found before it starts, and what strategy `auto` becomes.
 
 Who prepares a run decides it for all ranks: the command, where ranks run on its machine; else the
 job's first machine. From there it goes to the agents with the start, and from each to its ranks.
@@ -51,7 +51,7 @@ class Decision:
         return replace(job, auto_form=self.form, strategy=self.strategy, strategy_why=self.why)
 
     def dump(self) -> str:
-        """As JSON text, without what is only shown."""
+        """Return the decision as JSON text, without what is only shown."""
         return json.dumps(asdict(replace(self, lines=(), note="")))
 
     @classmethod

@@ -8,7 +8,7 @@ It is read from the launcher's variables. The first rule that applies counts:
    salloc's shell has). The ranks meet on its first node.
 3. Open MPI's mpirun started several processes. It gives no address; one machine needs none.
 
-Ranks that anygauge starts must not inherit such variables: see `scrub`.
+Ranks that anygauge starts must not inherit such variables: see `without_launcher`.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _IDENTITY = re.compile(
     rf"|{EVENTS_FD}|{PARENT_PID}|{STORE_FD})"
 )
 
-ALONE = "start it without that launcher, or unset RANK, WORLD_SIZE and MASTER_ADDR"
+START_REMEDY = "start it without that launcher, or unset RANK, WORLD_SIZE and MASTER_ADDR"
 """How to have anygauge start the ranks instead."""
 
-_OR_UNSET = f"or, to have anygauge start the ranks itself: {ALONE}"
+_OR_UNSET = f"or, to have anygauge start the ranks itself: {START_REMEDY}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ def find_launch(environ: Mapping[str, str]) -> ForeignLaunch | None:
     return found
 
 
-def scrub(environ: Mapping[str, str]) -> dict[str, str]:
+def without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
     """A copy without the variables by which another launcher numbers its processes.
 
     Libraries inside a rank would believe them over those of the agent.

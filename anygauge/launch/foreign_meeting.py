@@ -1,4 +1,4 @@
-"""Where ranks that another launcher started meet, and what rank 0 tells the others there.
+"""Lets ranks meet that another launcher started; rank 0 informs the others there.
 
 The launcher's address has a store of torch's. Rank 0 tells through it which run this is; the others
 read its job file, which only their user can. The store knows no authentication.
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 TURN_S = 0.05
 _SEEN_S = 30.0
 """Until a file that rank 0 has written is seen on other machines."""
-_SHOWN = 8
+_MAX_SHOWN = 8
 
 
 def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
-    """Where the ranks meet; rank 0 serves it, unless the launcher does.
+    """Return the store where ranks meet; rank 0 serves it, unless the launcher does.
 
     Raises:
         AnygaugeError: it cannot be served, or nobody serves it in time.
     """
-    from anygauge.util.rendezvous import listen_at, own_addresses, reach, serve
+    from anygauge.util.rendezvous import connect_store, listen_at, own_addresses, serve_store
 
     timeout = datetime.timedelta(seconds=patience_s)
     if launch.served or launch.rank != 0:
-        return reach(launch.host, launch.port, timeout)
+        return connect_store(launch.host, launch.port, timeout)
     # Every address where this machine does not know the one by which the others reach it.
     for address in (*own_addresses(launch.host), ""):
         try:
@@ -55,7 +55,7 @@ def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
                 "set MASTER_PORT to a free one for all ranks. If your launcher already serves "
                 "torch's store there, set TORCHELASTIC_USE_AGENT_STORE=True"
             ) from error
-        return serve(address or launch.host, launch.port, listener, timeout)
+        return serve_store(address or launch.host, launch.port, listener, timeout)
     raise AnygaugeError(
         f"rank 0 cannot listen at {launch.host}: it is not an address of this machine. Set "
         "MASTER_ADDR to the address of rank 0's machine"
@@ -65,7 +65,7 @@ def meeting_store(launch: ForeignLaunch, patience_s: float) -> dist.Store:
 def agree(
     store: dist.Store, launch: ForeignLaunch, known: Mapping[str, Any], patience_s: float
 ) -> Mapping[str, Any]:
-    """What rank 0 knows of the run.
+    """Return what rank 0 knows of the run.
 
     A launcher's store may hold what an earlier attempt has left. So each rank asks with a number
     that it draws, and then puts the run's in its place.
@@ -109,8 +109,8 @@ def _answer_all(
                 answered.add(number)
                 store.set(f"anygauge/answer/{number}", text)
         if missing and time.monotonic() > deadline:
-            names = ", ".join(map(str, missing[:_SHOWN]))
-            more = f" and {len(missing) - _SHOWN} more" if len(missing) > _SHOWN else ""
+            names = ", ".join(map(str, missing[:_MAX_SHOWN]))
+            more = f" and {len(missing) - _MAX_SHOWN} more" if len(missing) > _MAX_SHOWN else ""
             raise AnygaugeError(
                 f"of {launch.world_size} ranks, {names}{more} did not connect to {launch.host}, "
                 f"port {launch.port}, within {patience_s:g} s (launch.join_timeout_s)"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
 from anygauge.launch.foreign_meeting import TURN_S
-from anygauge.util.text import escaped
+from anygauge.util.text import escape
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -27,7 +27,7 @@ _HEARD_S = 30.0
 
 
 class RefusedError(AnygaugeError):
-    """Why no rank can start, alike on all of them; rank 0 has said it."""
+    """No rank can start, for one reason on all of them; rank 0 has reported it."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(text)
@@ -36,7 +36,7 @@ class RefusedError(AnygaugeError):
 
 def say_refusal(why: str) -> None:
     """Say it on rank 0, before the others hear of it: a launcher ends all ranks with the first."""
-    print(escaped(f"error: {why}"), file=sys.stderr, flush=True)
+    print(escape(f"error: {why}"), file=sys.stderr, flush=True)
 
 
 def prepare_with_others(
@@ -78,7 +78,7 @@ def prepare_with_others(
             break
         time.sleep(TURN_S)
     else:
-        return _read(found[0])
+        return _read_decision(found[0])
     status, _, why = refusal.partition(" ")
     if launch.rank == 0:
         say_refusal(why)
@@ -91,7 +91,7 @@ def prepare_with_others(
     raise RefusedError(int(status), why)
 
 
-def _read(text: str) -> Decision:
+def _read_decision(text: str) -> Decision:
     try:
         return Decision.load(text)
     except ValueError as error:
@@ -121,7 +121,7 @@ def _prepare(launch: ForeignLaunch, job: Job, turn: Callable[[], bool], quiet: b
 
     def log(text: str) -> None:
         if not quiet:
-            print(escaped(text), file=sys.stderr)
+            print(escape(text), file=sys.stderr)
 
     where = f"{socket.gethostname()}: " if launch.nodes > 1 else ""
     first = launch.rank == 0

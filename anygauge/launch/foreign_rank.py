@@ -23,11 +23,11 @@ from anygauge.launch.foreign import ForeignLaunch
 from anygauge.launch.foreign_meeting import agree, job_of, meeting_store
 from anygauge.launch.foreign_prepare import RefusedError, prepare_with_others, say_refusal
 from anygauge.launch.run_directory import remove_unaccepted
-from anygauge.launch.view import View, fail, show_stopped, show_where_logs_are
+from anygauge.launch.view import View, explain, show_stopped, where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
-from anygauge.util.text import escaped
+from anygauge.util.text import escape
 
 _NOTICED_S = 0.5
 """In which a launcher notices that another rank has ended, before this one that missed it ends,
@@ -50,7 +50,7 @@ def main(descriptor: int) -> int:
         return take_part(launch, **given)
     except AnygaugeError as error:
         if not isinstance(error, RefusedError):
-            print(escaped(f"error: {error}\n(rank {launch.rank})"), file=sys.stderr)
+            print(escape(f"error: {error}\n(rank {launch.rank})"), file=sys.stderr)
         launch.report(str(error))
         return error.exit_status
 
@@ -83,7 +83,7 @@ def take_part(
         raise RefusedError(*answer["refused"])
     if "done" in answer:
         if launch.rank == 0:
-            print(escaped(answer["done"]))
+            print(escape(answer["done"]))
         return 0
     job = job_of(launch, known, answer)
     if provenance is not None:
@@ -98,7 +98,7 @@ def take_part(
     return status
 
 
-class _Shown(EventWriter):
+class _ShownEvents(EventWriter):
     """Shows a rank's events instead of writing them.
 
     Attributes:
@@ -126,7 +126,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     """
     from anygauge.launch.outcome import stopped_text
     from anygauge.launch.rank_failure import locate_failure, reported_failure
-    from anygauge.training.worker import reported
+    from anygauge.training.worker import run_reported
 
     out, err = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
     log = job.start_directory / "logs" / f"rank{launch.rank}.log"
@@ -138,8 +138,8 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
     # Lines, and no bar: the terminal is shared with other ranks and with the launcher.
     view = View(Console(file=out, force_terminal=False), quiet)
     errors = Console(file=err, force_terminal=False)
-    events = _Shown(launch.rank, view)
-    status = reported(job, launch.rank, events, lock)
+    events = _ShownEvents(launch.rank, view)
+    status = run_reported(job, launch.rank, events, lock)
     kind = events.ending["event"]
     if kind == "failed":
         failure = locate_failure(
@@ -160,8 +160,8 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
                 "\nIf another rank ended earlier, that may be the cause: see the output of "
                 f"{launch.launcher}, or that rank's log"
             )
-        fail(errors, text)
-        show_where_logs_are(errors, job.run_directory)
+        explain(errors, text)
+        errors.print(f"logs: {where_logs_are(job.run_directory)}", soft_wrap=True)
     elif launch.rank == 0 and kind == "stopped":
         show_stopped(errors, stopped_text(events.ending))
     elif launch.rank == 0:

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import typer
 
 from anygauge.interface import AnygaugeError
-from anygauge.launch.foreign import ForeignLaunch, scrub
+from anygauge.launch.foreign import ForeignLaunch, without_launcher
 
 if TYPE_CHECKING:
     from anygauge.launch.rank_environment import NodeEnvironment
@@ -45,7 +45,7 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
     job = request.job
     check_settings(request.run, request.backend, request.registry, ranks_run_here=True)
     chosen = (request.registry, request.backend)
-    own = NodeEnvironment(job, foreign.node_rank, scrub(os.environ), chosen)
+    own = NodeEnvironment(job, foreign.node_rank, without_launcher(os.environ), chosen)
     hello = Hello(
         node_rank=foreign.node_rank,
         nodes=foreign.nodes,
@@ -58,7 +58,7 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
         if foreign.rank == 0:
             for note in _notes(request, foreign, own):
                 typer.echo(f"note: {note}", err=True)
-            known |= _lead(request, foreign, held)
+            known |= _decide_for_all(request, foreign, held)
             if "job" in known and not quiet:
                 typer.echo(f"run: {job.run_directory}")
         cores = own.cores.get(foreign.local_rank, ())
@@ -72,14 +72,14 @@ def join(request: RunRequest, foreign: ForeignLaunch, *, quiet: bool) -> NoRetur
             "quiet": quiet,
         }
         numbers = rank_numbers(job, foreign.node_rank, foreign.local_rank)
-        _become(given, {**own.of_rank(foreign.local_rank), **numbers})
+        _exec_rank(given, {**own.of_rank(foreign.local_rank), **numbers})
 
 
-def _lead(
+def _decide_for_all(
     request: RunRequest, foreign: ForeignLaunch, held: contextlib.ExitStack
 ) -> dict[str, Any]:
-    """What rank 0 knows for all: the job, that it is done already, or why there is none."""
-    from anygauge.launch.run_directory import claim, clear_for_start, write_run
+    """Let rank 0 decide for all: the job, that it is done already, or why there is none."""
+    from anygauge.launch.run_directory import clear_for_start, lock_folder, write_run
     from anygauge.launch.submit import refuse_second, resume_target
     from anygauge.util.files import write_text
     from anygauge.util.rendezvous import served_address
@@ -95,7 +95,7 @@ def _lead(
             job = job.as_attempt()
         refuse_second(folder)
         # The interpreter that takes over keeps the claim, to the end of the rank.
-        lock = held.enter_context(claim(folder))
+        lock = held.enter_context(lock_folder(folder))
         os.set_inheritable(lock, True)
         clear_for_start(folder, job if resuming else None)
         write_run(Path(job.run_file), request.run.model_copy(update={"backend": job.backend}))
@@ -112,7 +112,7 @@ def _notes(request: RunRequest, foreign: ForeignLaunch, own: NodeEnvironment) ->
     unused = request.run.launch.model_fields_set.intersection(_FOR_AGENTS)
     if unused:
         notes.append(f"not used here: {', '.join(f'launch.{name}' for name in sorted(unused))}")
-    for one in own.overruled(foreign.local_rank):
+    for one in own.overruled_settings(foreign.local_rank):
         origin, value = one.overruled[0]
         if not one.secret and not one.private:
             notes.append(
@@ -124,7 +124,7 @@ def _notes(request: RunRequest, foreign: ForeignLaunch, own: NodeEnvironment) ->
     return notes
 
 
-def _become(given: Mapping[str, Any], environment: Mapping[str, str]) -> NoReturn:
+def _exec_rank(given: Mapping[str, Any], environment: Mapping[str, str]) -> NoReturn:
     """Put a fresh interpreter in this process's place.
 
     Args:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from anygauge.interface import AnygaugeError, LaunchSettings
-from anygauge.launch.channel import LONGEST, UNPROVEN, Channel, proof_of, proves
+from anygauge.launch.channel import MAX_BYTES, UNPROVEN, Channel, has_proof, proof_of
 from anygauge.util.rendezvous import listen_at, own_addresses
 
 MOST_UNKNOWN = 64
@@ -71,7 +71,7 @@ class Listener:
         for each in (*self._sockets, *(channel.socket for channel in self._unknown)):
             each.close()
 
-    def joined(self, timeout_s: float) -> list[tuple[Channel, Mapping[str, Any]]]:
+    def poll(self, timeout_s: float) -> list[tuple[Channel, Mapping[str, Any]]]:
         """Wait for messages; the channels of those who have now joined, and their ``join``."""
         # poll rather than epoll, which would need a descriptor of its own.
         with selectors.PollSelector() as selector:
@@ -91,7 +91,7 @@ class Listener:
                 self._reject(channel, f"it had not joined after {UNKNOWN_S:g} s")
         return found
 
-    def note(self, channel: Channel, why: str) -> None:
+    def log_rejection(self, channel: Channel, why: str) -> None:
         """Log that a connection was rejected; only the first hundred, since strangers may try."""
         self._notes += 1
         if self._notes <= _NOTES:
@@ -105,8 +105,8 @@ class Listener:
                 numbers = self._numbers[channel] = (number, secrets.token_hex(16))
                 proof = proof_of(self._secret, "coordinator", *numbers)
                 channel.send("proof", number=numbers[1], proof=proof)
-            elif numbers and proves(message, proof_of(self._secret, "worker", *numbers)):
-                channel.longest = LONGEST
+            elif numbers and has_proof(message, proof_of(self._secret, "worker", *numbers)):
+                channel.longest = MAX_BYTES
                 return message
             else:
                 channel.close(UNPROVEN)
@@ -116,7 +116,7 @@ class Listener:
         """Close a connection, if it is not closed for another reason."""
         channel.close(why)
         self._forget(channel)
-        self.note(channel, channel.why)
+        self.log_rejection(channel, channel.why)
 
     def _forget(self, channel: Channel) -> None:
         del self._unknown[channel]

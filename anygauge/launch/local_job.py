@@ -107,7 +107,7 @@ def main(run_rank: RunRank, argv: list[str]) -> int:
             )
             result = run_rank(backend, rank, job.world_size)
     except Exception as error:
-        events.failed(error)
+        events.report_failure(error)
         raise
     if rank == 0:
         write_text(Path(job.run_directory) / _RESULT, json.dumps(result) + "\n")

@@ -13,7 +13,7 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError, Job, JobState
 from anygauge.launch.attempt import Requests
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.nodes import Nodes
 from anygauge.launch.outbox import Outbox
 from anygauge.launch.rank_environment import NodeEnvironment, write_provenance
@@ -58,7 +58,7 @@ class LocalRun:
             AnygaugeError: the backend cannot be found, this machine lacks what the run demands, or
                 a file cannot be written.
         """
-        own = environment or NodeEnvironment(job, 0, scrub(os.environ))
+        own = environment or NodeEnvironment(job, 0, without_launcher(os.environ))
         path = Path(job.run_file).with_name("job.json")
         log = path.parent / "logs" / LOG
         try:
@@ -114,13 +114,13 @@ class LocalRun:
         try:
             self._status = self._supervisor.run()
         except Exception as error:
-            text = str(error)
+            text, kind = str(error), ""
             if isinstance(error, AnygaugeError):
-                self._status = error.exit_status
+                self._status, kind = error.exit_status, error.kind
             elif not isinstance(error, OSError):
-                self._supervisor.note(traceback.format_exc())
+                self._supervisor.write_log(traceback.format_exc())
                 text = f"supervising the ranks failed: {type(error).__name__}: {error}"
-            fields = {"exit_status": self._status, "cause": text, "node_rank": 0}
+            fields = {"exit_status": self._status, "cause": text, "kind": kind, "node_rank": 0}
             self._events.send("ended", state="failed", **fields)
         finally:
             self._events.close()

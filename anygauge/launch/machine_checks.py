@@ -26,7 +26,7 @@ from anygauge.interface import (
     file_text,
     installed_version,
 )
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.rank_environment import inspect_node
 from anygauge.launch.round_trip import round_trip
 from anygauge.util.text import first_line
@@ -35,7 +35,7 @@ MIB = 2**20
 SHARED_MEMORY = 2**30
 """Containers get 64 MiB by default, too little for collectives and data workers."""
 OPEN_FILES = 4096
-WRITTEN = 128 * MIB
+WRITE_BYTES = 128 * MIB
 SLOW_WRITES = 50 * MIB
 """Bytes per second: a checkpoint of a gigabyte then takes over twenty seconds."""
 
@@ -48,7 +48,7 @@ def run_checks(backend: Backend, output: Path, *, hub: bool, ranks: int | None) 
         hub: whether to ask the model hub, too.
         ranks: of a `round_trip`; None: none is made.
     """
-    environ = scrub(os.environ)
+    environ = without_launcher(os.environ)
     node = inspect_node(backend, environ)
     found = [
         *_own_checks(backend),
@@ -94,11 +94,11 @@ def packages(distribution: str = "anygauge", *, backend: str = "") -> Check:
         return Check("packages", Outcome.SKIP, seen, "pip install .")
     extras = importlib.metadata.metadata(distribution).get_all("Provides-Extra") or []
     others = [extra for extra in extras if backend and extra.startswith(f"{backend}-")]
-    found = [_within(required, distribution, backend, extra) for extra in (backend, *others)]
+    found = [_check_ranges(required, distribution, backend, extra) for extra in (backend, *others)]
     return next((check for check in found if check.outcome == Outcome.PASS), found[0])
 
 
-def _within(required: list[str], distribution: str, backend: str, extra: str) -> Check:
+def _check_ranges(required: list[str], distribution: str, backend: str, extra: str) -> Check:
     """The packages held against what is required always, and by one extra of a backend."""
     troubles, fine, wanted = [], [], distribution
     for requirement in map(Requirement, required):
@@ -146,7 +146,7 @@ def locked_memory(node: Node) -> Check:
         return Check("locked memory", Outcome.PASS, "unlimited")
     enough = not node.rdma_devices
     none = "; this machine has no RDMA device that needs more" if enough else ""
-    return _advice(
+    return _pass_or_warn(
         *("locked memory", enough, f"{soft // 1024} KiB{none}"),
         "ulimit -l unlimited; in a container --ulimit memlock=-1; under Slurm "
         "PropagateResourceLimitsExcept=MEMLOCK",
@@ -159,7 +159,7 @@ def open_files() -> Check:
     unlimited = resource.RLIM_INFINITY
     soft, hard = ("unlimited" if limit == unlimited else str(limit) for limit in limits)
     remedy = f"ulimit -n {OPEN_FILES} (up to {hard} is allowed here)"
-    return _advice("open files", soft == "unlimited" or int(soft) >= OPEN_FILES, soft, remedy)
+    return _pass_or_warn("open files", soft == "unlimited" or int(soft) >= OPEN_FILES, soft, remedy)
 
 
 def shared_memory(root: Path = Path("/")) -> Check:
@@ -172,7 +172,7 @@ def shared_memory(root: Path = Path("/")) -> Check:
         return Check("shared memory", Outcome.WARN, seen, "mount a tmpfs at /dev/shm")
     seen = f"/dev/shm has {usage.total // MIB} MiB, {usage.free // MIB} free"
     remedy = "give the container the host's (--ipc=host) or more (--shm-size=8g)"
-    return _advice("shared memory", usage.total >= SHARED_MEMORY, seen, remedy)
+    return _pass_or_warn("shared memory", usage.total >= SHARED_MEMORY, seen, remedy)
 
 
 def numa_balancing(root: Path = Path("/")) -> Check:
@@ -183,12 +183,12 @@ def numa_balancing(root: Path = Path("/")) -> Check:
     )
     seen = "one memory node" if count < 2 else f"{count} memory nodes; {state}"
     remedy = "sysctl kernel.numa_balancing=0 (as root): pages that move stall transfers"
-    return _advice("NUMA balancing", count < 2 or state != "on", seen, remedy)
+    return _pass_or_warn("NUMA balancing", count < 2 or state != "on", seen, remedy)
 
 
 def interfaces(node: Node) -> Check:
     """Which networks lead to other machines."""
-    up, main = ", ".join(one.name for one in node.outward), node.main_interface
+    up, main = ", ".join(one.name for one in node.external_interfaces), node.main_interface
     if not up:
         seen = "only the loopback: runs on this machine only"
     elif main is None:
@@ -196,7 +196,7 @@ def interfaces(node: Node) -> Check:
     else:
         seen = f"{up} up; {main.name} is used for several machines"
     remedy = "for several machines, name one in the run file's environment (see anygauge env)"
-    return _advice("network interfaces", not up or main is not None, seen, remedy)
+    return _pass_or_warn("network interfaces", not up or main is not None, seen, remedy)
 
 
 def rdma_devices(node: Node) -> Check:
@@ -206,7 +206,7 @@ def rdma_devices(node: Node) -> Check:
     return Check("RDMA devices", Outcome.PASS, seen or none)
 
 
-def write_speed(folder: Path, size: int = WRITTEN) -> Check:
+def write_speed(folder: Path, size: int = WRITE_BYTES) -> Check:
     """How fast a file of `size` bytes reaches the disk of a folder. The file is removed."""
     path = folder / f".anygauge-doctor-{os.getpid()}"
     block = os.urandom(MIB)
@@ -225,12 +225,12 @@ def write_speed(folder: Path, size: int = WRITTEN) -> Check:
         path.unlink(missing_ok=True)
     seen = f"{folder}: {rate / MIB:.0f} MiB/s, synchronized"
     remedy = "checkpoints will slow the run down: choose a faster disk"
-    return _advice("output folder", rate >= SLOW_WRITES, seen, remedy)
+    return _pass_or_warn("output folder", rate >= SLOW_WRITES, seen, remedy)
 
 
-def _advice(name: str, fine: bool, seen: str, remedy: str) -> Check:
+def _pass_or_warn(name: str, fine: bool, seen: str, remedy: str) -> Check:
     """One that passes, or warns of what a run can live with."""
-    return Check(name, Outcome.PASS, seen) if fine else Check(name, Outcome.WARN, seen, remedy)
+    return Check.of(name, fine, seen, remedy, Outcome.WARN)
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:

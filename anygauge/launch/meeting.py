@@ -14,7 +14,7 @@ from dataclasses import asdict
 from typing import Any
 
 from anygauge.interface import AnygaugeError, Job
-from anygauge.launch.channel import LONGEST, UNPROVEN, Channel, close_all, proof_of, proves
+from anygauge.launch.channel import MAX_BYTES, UNPROVEN, Channel, close_all, has_proof, proof_of
 from anygauge.launch.hello import HELLO, Hello, check_hello
 from anygauge.launch.listener import Listener, allow_open_files
 from anygauge.launch.nodes import HEARTBEAT_S, Nodes
@@ -29,7 +29,7 @@ _TURN_S = 0.05
 
 
 class CancelledError(AnygaugeError):
-    """The agent was asked to end before all nodes had met."""
+    """The user ended the agent before all nodes had met."""
 
     exit_status = 128 + signal.SIGTERM
 
@@ -59,13 +59,13 @@ def meet(
         )
     check_hello(own, own, {})
     if own.node_rank:
-        return Worker(job, outbox, *_join(job, own, address, requests))
+        return Worker(job, outbox, *_join_coordinator(job, own, address, requests))
     allow_open_files(job.launch)
     channels: dict[int, Channel] = {}
     try:
         return Coordinator(job, outbox, channels, *_gather(job, own, address, requests, channels))
     except AnygaugeError as error:
-        _refuse(channels.values(), str(error))
+        _refuse_nodes(channels.values(), str(error))
         raise
 
 
@@ -97,15 +97,15 @@ def _gather(
         while len(channels) < own.nodes - 1:
             now = time.monotonic()
             if now > deadline:
-                raise AnygaugeError(_missing(job, listener, channels))
+                raise AnygaugeError(_missing_nodes(job, listener, channels))
             if requests:
                 raise CancelledError
             if now - beat_at >= HEARTBEAT_S:
                 beat_at = now
                 for channel in channels.values():
                     channel.send("beat")
-            for channel, join in listener.joined(_TURN_S):
-                other = _admitted(own, listener, channel, join, hosts)
+            for channel, join in listener.poll(_TURN_S):
+                other = _admit_node(own, listener, channel, join, hosts)
                 if other is not None:
                     channels[other.node_rank] = channel
                     hosts[other.node_rank] = other.host
@@ -113,7 +113,7 @@ def _gather(
     return hosts, reached_at
 
 
-def _admitted(
+def _admit_node(
     own: Hello,
     listener: Listener,
     channel: Channel,
@@ -129,25 +129,25 @@ def _admitted(
         other = read_record(HELLO, join.get("hello"))
     except ValueError as error:
         reason = f"the coordinator cannot read how the node describes itself: {error}"
-        _refuse([channel], f"{reason}. Do all nodes have the same version of anygauge?")
-        listener.note(channel, reason)
+        _refuse_nodes([channel], f"{reason}. Do all nodes have the same version of anygauge?")
+        listener.log_rejection(channel, reason)
         return None
     channel.peer = f"node {other.node_rank} ({other.host})"
     try:
         check_hello(own, other, hosts)
     except AnygaugeError as error:
-        _refuse([channel], str(error))
+        _refuse_nodes([channel], str(error))
         raise
     return other
 
 
-def _refuse(channels: Collection[Channel], reason: str) -> None:
+def _refuse_nodes(channels: Collection[Channel], reason: str) -> None:
     for channel in channels:
         channel.send("refused", reason=reason)
     close_all(channels)
 
 
-def _missing(job: Job, listener: Listener, channels: Mapping[int, Channel]) -> str:
+def _missing_nodes(job: Job, listener: Listener, channels: Mapping[int, Channel]) -> str:
     missing = [f"node {rank}" for rank in range(1, job.launch.nodes) if rank not in channels]
     here = ", ".join(channel.peer for _, channel in sorted(channels.items()))
     return (
@@ -162,7 +162,7 @@ def _missing(job: Job, listener: Listener, channels: Mapping[int, Channel]) -> s
 # -- the other nodes -------------------------------------------------------------------------------
 
 
-def _join(
+def _join_coordinator(
     job: Job, own: Hello, address: tuple[str, int], requests: Sequence[object]
 ) -> tuple[Channel, str]:
     """Join the coordinator; the channel to it, and where the ranks meet.
@@ -207,20 +207,20 @@ def _introduce(
     """
     number = secrets.token_hex(16)
     channel.send("hello", number=number)
-    first = _next(channel, _PROOF_S, requests)
+    first = _receive(channel, _PROOF_S, requests)
     other = str(first.get("number"))
-    if not proves(first, proof_of(job.token, "coordinator", number, other)):
+    if not has_proof(first, proof_of(job.token, "coordinator", number, other)):
         raise AnygaugeError(
             f"the program that listens at {where} {UNPROVEN.removeprefix('it ')}: the two agents "
             "belong to different jobs, or have different versions of anygauge. If another job "
             "uses that port, set this job's launch.port to another one"
         )
-    channel.longest = LONGEST
+    channel.longest = MAX_BYTES
     proof = proof_of(job.token, "worker", number, other)
     channel.send("join", proof=proof, hello=asdict(own))
     answer: Mapping[str, Any] = {"kind": "beat"}
     while answer["kind"] == "beat":
-        answer = _next(channel, job.launch.silence_s, requests)
+        answer = _receive(channel, job.launch.silence_s, requests)
     if answer["kind"] == "refused":
         reason = answer.get("reason")
         reason = reason if isinstance(reason, str) else "it gave no reason"
@@ -228,7 +228,7 @@ def _introduce(
     return rendezvous_of(answer)
 
 
-def _next(channel: Channel, limit_s: float, requests: Sequence[object]) -> Mapping[str, Any]:
+def _receive(channel: Channel, limit_s: float, requests: Sequence[object]) -> Mapping[str, Any]:
     """The next message.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Whether a run is planned before its ranks start, and what its plan says of it.
+"""Decides whether to plan a run before its ranks start, and reports what the plan found.
 
 No plan is made where arithmetic tells that the run is far from any limit. What cannot fit this
 machine's devices is refused. Strategy `auto` becomes the first form that fits.
@@ -17,7 +17,7 @@ from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.registry import Registry, select_backend
 from anygauge.training.auto import AUTO, candidates, forms_of, in_words
 from anygauge.training.build_strategy import share_of
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
@@ -27,9 +27,9 @@ if TYPE_CHECKING:
     from anygauge.planning.trials import Trial
     from anygauge.registry import Selection
 
-SMALL = 0.25
+SMALL_PART = 0.25
 """Part of a device's memory below which nothing is planned."""
-_ASK = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
+_PLAN_HINT = "`anygauge plan RUN.yaml --machine NAME` plans for a machine that you name"
 
 
 def forms_of_auto(
@@ -43,14 +43,14 @@ def forms_of_auto(
     """
     ranks = run.launch.nodes * run.launch.devices
     forms = candidates(run, registry, backend, ranks, ranks_run_here=selection.probe.available)
-    card = _described(registry, selection.probe.cards)
+    card = _describe_card(registry, selection.probe.cards)
     if memory_of_rank(card, run.launch.devices) is None:
         return (forms[:1], "auto: there is one rank") if ranks == 1 else ([], UNDECIDED)
     return forms, "auto: the whole model fits each device"
 
 
 def form_taken(form: RunFile, registry: Registry, why: str) -> Decision:
-    """That strategy `auto` is this one."""
+    """Return the decision that strategy `auto` is this one."""
     forms = forms_of(form, registry, form.launch.nodes * form.launch.devices)
     return Decision(form=forms.index(form), strategy=form.strategy.name, why=why)
 
@@ -61,7 +61,7 @@ def surely_small(run: RunFile, registry: Registry, memory: int | None) -> int | 
 
     ranks = run.launch.nodes * run.launch.devices
     most = None if memory is None else most_bytes(run, share_of(run, registry, 0, ranks).count)
-    return most if most is not None and memory is not None and most < SMALL * memory else None
+    return most if most is not None and memory is not None and most < SMALL_PART * memory else None
 
 
 def memory_of_rank(card: Card | None, devices: int) -> int | None:
@@ -79,7 +79,7 @@ def without_a_plan(
     selection: Selection,
     asked: bool | None,
 ) -> Decision | None:
-    """What is known where no plan is needed, or none can be made; None: make one.
+    """Decide where no plan is needed, or none can be made; None: make one.
 
     Args:
         run: as the first form that `auto` may be.
@@ -87,27 +87,27 @@ def without_a_plan(
         asked: True: plan also where that is not needed; False: never.
     """
     first = form_taken(forms[0], registry, why) if forms else Decision()
-    memory = memory_of_rank(_described(registry, selection.probe.cards), run.launch.devices)
+    memory = memory_of_rank(_describe_card(registry, selection.probe.cards), run.launch.devices)
     most = None if asked else surely_small(run, registry, memory)
     if asked is False:
         return first if most is not None else Decision()
     if memory is None and (not asked or run.strategy.name == AUTO):
         seen = " and ".join(selection.probe.cards) or f"the devices of {selection.spec.name}"
-        line = f"memory: not planned, since no description covers {seen}; {_ASK}"
+        line = f"memory: not planned, since no description covers {seen}; {_PLAN_HINT}"
         return replace(first, lines=(line,))
     if most is not None and memory is not None:
-        line = f"memory: needs at most {size(most)} of {size(memory)}, so no plan was made"
-        return replace(first, lines=(line,))
+        needs = f"needs at most {format_bytes(most)} of {format_bytes(memory)}"
+        return replace(first, lines=(f"memory: {needs}, so no plan was made",))
     return None
 
 
 def not_planned(why: str) -> Decision:
-    """What is known where a plan could not be made."""
+    """Return the decision where a plan could not be made."""
     first = why.partition("\n")[0]
     return Decision(note=f"memory was not planned: {first}")
 
 
-def looked_at(
+def look_at_machine(
     run: RunFile, registry: Registry, backend: str, asked: bool | None
 ) -> tuple[list[RunFile], tuple[str, ...], Decision | None]:
     """Look on the job's first machine, where the command runs on another: what strategy `auto` may
@@ -140,7 +140,7 @@ def plan_memory(
     force: bool = False,
     begin: Callable[[str], AbstractContextManager[Any]] = nullcontext,
 ) -> Decision:
-    """Plan the first form of a run that fits, and say what that means for it.
+    """Plan the first form of a run that fits, and report what that means for it.
 
     Args:
         forms: that `auto` may be; none where the strategy is named.
@@ -153,7 +153,7 @@ def plan_memory(
     """
     from anygauge.planning.trials import Target, Trials
 
-    card = _described(registry, cards)
+    card = _describe_card(registry, cards)
     target = Target(backend=backend, card=card)
     try:
         trial = Trials(registry, begin).first_that_fits(forms or [run], target)
@@ -177,14 +177,14 @@ def plan_memory(
     )
     fit = trial.fit
     if card is None or fit is None:
-        line = f"memory: {size(trial.memory.worst[1].total)} of tensors on each rank"
+        line = f"memory: {format_bytes(trial.memory.worst_phase[1].total)} of tensors on each rank"
         return replace(known, lines=(*lines, line))
-    has = f"{card.name} has {size(fit.memory)} per rank"
+    has = f"{card.name} has {format_bytes(fit.memory)} per rank"
     if trial.fits:
-        on_top = size(fit.needed - fit.tensors)
-        line = f"memory: needs {size(fit.tensors)} of tensors, {on_top} on top; {has}"
+        on_top = format_bytes(fit.needs - fit.tensors)
+        line = f"memory: needs {format_bytes(fit.tensors)} of tensors, {on_top} on top; {has}"
         return replace(known, lines=(*lines, line))
-    words = f"{_needs(fit, trial.memory)}, and {has}"
+    words = f"{_needs_text(fit, trial.memory)}, and {has}"
     # What is surely too much: tensors alone, without the estimates on top of them.
     if fit.tensors + (card.reserved or 0) <= fit.memory:
         return replace(known, note=f"the run may not fit: {words}", lines=lines)
@@ -197,7 +197,7 @@ def plan_memory(
     )
 
 
-def _described(registry: Registry, cards: Sequence[str]) -> Card | None:
+def _describe_card(registry: Registry, cards: Sequence[str]) -> Card | None:
     """What a machine's devices are."""
     from anygauge.planning.machines import Hardware, measured_files
 
@@ -207,15 +207,16 @@ def _described(registry: Registry, cards: Sequence[str]) -> Card | None:
 def _why_not(form: RunFile, found: Trial | AnygaugeError) -> str:
     if isinstance(found, AnygaugeError):
         return f"{in_words(form)} cannot: {str(found).partition(chr(10))[0]}"
-    assert found.fit is not None, "what is not known to lack anything is taken"
-    return f"{in_words(form)} would need {size(found.fit.needed)} of {size(found.fit.memory)}"
+    fit = found.fit
+    assert fit is not None, "what is not known to lack anything is taken"
+    return f"{in_words(form)} would need {format_bytes(fit.needs)} of {format_bytes(fit.memory)}"
 
 
-def _needs(fit: Fit, found: RunMemory) -> str:
+def _needs_text(fit: Fit, found: RunMemory) -> str:
     kinds = sorted(found.device[fit.phase].kinds.items(), key=lambda one: -one[1])
-    listed = ", ".join(f"{size(count)} {kind}" for kind, count in kinds if count)
-    rest = size(fit.needed - fit.tensors)
+    listed = ", ".join(f"{format_bytes(count)} {kind}" for kind, count in kinds if count)
+    rest = format_bytes(fit.needs - fit.tensors)
     return (
-        f"each rank needs {size(fit.needed)} in phase {fit.phase!r} ({listed}; {rest} on top of "
-        "tensors)"
+        f"each rank needs {format_bytes(fit.needs)} in phase {fit.phase!r} "
+        f"({listed}; {rest} on top of tensors)"
     )

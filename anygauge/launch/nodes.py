@@ -30,13 +30,13 @@ from anygauge.launch.outcome import (
     field_of,
     resolve_outcome,
 )
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 HEARTBEAT_S = 1.0
 
 
 class Instruction(enum.Enum):
-    """What another node tells this one's supervisor to do. The values are kinds of messages."""
+    """An instruction of another node to this one's supervisor. The values are kinds of messages."""
 
     END = "end"
     """End the ranks: a rank or a node has failed."""
@@ -92,23 +92,23 @@ class Nodes:
         selector.register(self._readable, selectors.EVENT_READ, self)
 
     def poll(self) -> list[Instruction]:
-        """Read and answer messages of other nodes; what they tell this one to do."""
+        """Read and answer messages of other nodes; returns their instructions."""
         now = time.monotonic()
         due = now - self._heartbeat_at >= HEARTBEAT_S
         if due:
             self._heartbeat_at = now
             # What they report would fill this node's memory while its follower is stopped.
-            self._send_all("beat", full=self._outbox.full)
+            self._send_all("beat", full=self._outbox.is_full)
         for channel in self._channels.values():
-            if channel.waiting:
+            if channel.unsent_bytes:
                 channel.flush()
         # Something arrives from one of a thousand nodes at every turn. So only channels from which
         # something can be read are looked at, and all of them once a second.
         readable = [key.data for key, _ in self._readable.select(0)]
         for rank in self._channels if due else readable:
             self._read(rank, self._channels[rank], now)
-        self._decide()
-        if self.over:
+        self._decide_outcome()
+        if self.has_outcome:
             return []  # what came after the outcome is for the next attempt
         found, self._instructions = self._instructions, []
         return found
@@ -126,9 +126,9 @@ class Nodes:
         self._outbox.send(event, **fields)
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether no events should be read from ranks for now."""
-        return self._outbox.full
+        return self._outbox.is_full
 
     def broadcast(self, instruction: Instruction, signum: int | None = None) -> None:
         """Send an instruction to all other nodes, each once."""
@@ -139,7 +139,7 @@ class Nodes:
     def report(self, report: NodeReport) -> None:
         """Report that all ranks of this node have ended."""
         self._reports[report.node_rank] = report
-        self._decide()
+        self._decide_outcome()
 
     def mark_ready(self, decided: Decision) -> None:
         """Report that this node has what its ranks need; what node 0 has decided counts."""
@@ -147,12 +147,12 @@ class Nodes:
         self.all_ready = True
 
     @property
-    def over(self) -> bool:
+    def has_outcome(self) -> bool:
         """Whether there is an outcome."""
         return self.outcome is not None
 
     def restart(self) -> None:
-        """After an outcome of ``again``: prepare for the next attempt."""
+        """Prepare for the next attempt, after an outcome of ``again``."""
         assert self.outcome is not None
         self.rendezvous = self.outcome.rendezvous
         self.restarts += 1
@@ -178,25 +178,25 @@ class Nodes:
             self.signum = field_of(message, "signum", SIGNAL_OR_NONE) or self.signum
             self._instructions.append(Instruction(message["kind"]))
 
-    def _lose(self, rank: int, cause: str, silent_s: float) -> None:
+    def _drop_node(self, rank: int, cause: str, silent_s: float) -> None:
         """Go on without a node of which nothing more is heard."""
 
-    def _decide(self) -> None:
+    def _decide_outcome(self) -> None:
         """Decide the outcome once all nodes have reported."""
-        if self.over or len(self._reports) < self._job.launch.nodes:
+        if self.has_outcome or len(self._reports) < self._job.launch.nodes:
             return
         outcome = resolve_outcome([self._reports[rank] for rank in sorted(self._reports)])
         used_up = self.restarts >= self._job.launch.max_restarts
         if outcome.state == "failed" and not outcome.final and not used_up:
             outcome = replace(outcome, state="again", rendezvous=self._next_rendezvous())
-        self._conclude(outcome)
+        self._end_attempt(outcome)
 
     def _next_rendezvous(self) -> str:
         return f"{self._job.rendezvous}-{self.restarts + 1}"
 
     # -- what they have in common ------------------------------------------------------------------
 
-    def _conclude(self, outcome: JobOutcome) -> None:
+    def _end_attempt(self, outcome: JobOutcome) -> None:
         self.outcome, self.signum = outcome, None
         self._instructions.clear()
 
@@ -207,7 +207,7 @@ class Nodes:
             try:
                 self._handle(rank, message)
             except ValueError as error:
-                unreadable = f"{short(repr(message['kind']))}: {error}"
+                unreadable = f"{shorten(repr(message['kind']))}: {error}"
                 channel.close(unreadable)
         # Of one that is closed, the last message may have waited here since the turn before.
         silent_s = now - (heard_before if channel.closed else channel.heard)
@@ -232,7 +232,7 @@ class Nodes:
         channel.close(why)
         self._awaited.remove(rank)
         self._instructions.append(Instruction.END)
-        self._lose(rank, f"{channel.peer} is lost: {why}", silent_s)
+        self._drop_node(rank, f"{channel.peer} is lost: {why}", silent_s)
 
     def _send_all(self, kind: str, **fields: Any) -> None:
         for channel in self._channels.values():

@@ -89,15 +89,15 @@ class Coordinator(Nodes):
             super()._handle(rank, message)
             self.broadcast(Instruction(kind), self.signum)
 
-    def _lose(self, rank: int, cause: str, silent_s: float) -> None:
+    def _drop_node(self, rank: int, cause: str, silent_s: float) -> None:
         # Dated by its last message: failures on other nodes since then may be its doing.
         failure = JobFailure(time=time.time() - silent_s, text=cause, by_signal=True, lost=True)
         host = self._hosts[rank]
         self._reports[rank] = NodeReport(node_rank=rank, host=host, failures=(failure,))
         self.broadcast(Instruction.END)
 
-    def _conclude(self, outcome: JobOutcome) -> None:
-        super()._conclude(outcome)
+    def _end_attempt(self, outcome: JobOutcome) -> None:
+        super()._end_attempt(outcome)
         self._send_all("outcome", **asdict(outcome))
 
     def _mark_ready(self, rank: int) -> None:
@@ -142,8 +142,8 @@ class Worker(Nodes):
             self.forward(json.dumps(record).encode())
 
     @property
-    def full(self) -> bool:  # noqa: D102
-        return self._coordinator_full or self._coordinator.waiting > _MOST_WAITING
+    def is_full(self) -> bool:  # noqa: D102
+        return self._coordinator_full or self._coordinator.unsent_bytes > _MOST_WAITING
 
     def mark_ready(self, decided: Decision) -> None:  # noqa: D102
         self._coordinator.send("ready")
@@ -151,7 +151,7 @@ class Worker(Nodes):
     def report(self, report: NodeReport) -> None:  # noqa: D102
         self._reported_at = time.monotonic()
         self._coordinator.send("report", report=report.record())
-        self._decide()
+        self._decide_outcome()
 
     def restart(self) -> None:  # noqa: D102
         super().restart()
@@ -167,29 +167,29 @@ class Worker(Nodes):
             if outcome.state == "again":
                 rendezvous_of(message)
             self._awaited.discard(rank)
-            self._conclude(outcome)
+            self._end_attempt(outcome)
         elif kind == "ready":
             self.decided = read_record(DECISION, message.get("decided"))
             self.all_ready = True
         else:
             super()._handle(rank, message)
 
-    def _lose(self, rank: int, cause: str, silent_s: float) -> None:
+    def _drop_node(self, rank: int, cause: str, silent_s: float) -> None:
         self._lost = cause
 
-    def _decide(self) -> None:
-        """Without its coordinator, a node ends."""
-        if self.over or self._reported_at is None:
+    def _decide_outcome(self) -> None:
+        """End this node, since its coordinator is lost."""
+        if self.has_outcome or self._reported_at is None:
             return
         waited_s = time.monotonic() - self._reported_at
         if self._lost is None and waited_s > self._job.launch.silence_s + _OUTCOME_S:
             self._lost = "the coordinator did not report how the job ended"
         if self._lost is not None:
-            self._conclude(JobOutcome(state="lost", exit_status=LOST, cause=self._lost))
+            self._end_attempt(JobOutcome(state="lost", exit_status=LOST, cause=self._lost))
 
 
 def rendezvous_of(message: Mapping[str, Any]) -> str:
-    """What can be given to ranks: node 0 sends an address and a port.
+    """Return the address that ranks get: node 0 sends an address and a port.
 
     Raises:
         ValueError: it is neither.

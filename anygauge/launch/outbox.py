@@ -42,7 +42,7 @@ class Outbox:
             self._thread.start()
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         """Whether the follower is so far behind that no events should be read from ranks."""
         return self._lines.qsize() >= OUTBOX_CAPACITY
 
@@ -58,7 +58,7 @@ class Outbox:
         self._lines.put((json.dumps(record) + "\n").encode())
 
     def close(self, timeout_s: float = 30.0) -> None:
-        """Nothing more comes; what is left may be written for so long."""
+        """Take no more events, and write what is left for at most so long."""
         self._lines.put(None)
         if self._thread is not None:
             self._thread.join(timeout_s)

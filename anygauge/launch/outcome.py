@@ -26,13 +26,13 @@ _LONGEST_S = 1e12
 _CLOSED = ConfigDict(extra="forbid")
 
 
-def _signal(number: int) -> int:
+def _check_signal(number: int) -> int:
     return int(signal.Signals(number))
 
 
 Time = Annotated[float, Strict(), Field(gt=-_LONGEST_S, lt=_LONGEST_S)]
 ExitStatus = Annotated[int, Strict(), Field(ge=0, lt=256)]
-SignalNumber = Annotated[int, Strict(), AfterValidator(_signal)]
+SignalNumber = Annotated[int, Strict(), AfterValidator(_check_signal)]
 
 TEXT = TypeAdapter[str](Text)
 TIME = TypeAdapter[float](Time)
@@ -51,6 +51,7 @@ class JobFailure:
         exit_status: what the job should exit with.
         final: another attempt would fail in the same way: the message is for the user.
         lost: a node that sends no heartbeats any more.
+        error_kind: see `AnygaugeError.kind`; "" where it is not for the user.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -62,6 +63,7 @@ class JobFailure:
     exit_status: ExitStatus = 1
     final: Flag = False
     lost: Flag = False
+    error_kind: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,7 @@ class JobOutcome:
         cause: in words, where it is not ok.
         final: another attempt would not help.
         rendezvous: where the ranks of the next attempt meet.
+        error_kind: of the failure that is the cause.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -110,17 +113,18 @@ class JobOutcome:
     cause: Text | None = None
     final: Flag = True
     rendezvous: Text = ""
+    error_kind: Text = ""
 
 
 def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
-    """One outcome from the reports of all nodes; the coordinator writes that of a lost node."""
+    """Make one outcome of all nodes' reports; the coordinator writes that of a lost node."""
     if all(report.ok for report in reports):
         return JobOutcome(state="ok", exit_status=0)
     if all(report.stopped is not None for report in reports):
         text = next((report.stopped for report in reports if report.stopped), "")
         return JobOutcome(state="stopped", exit_status=STOPPED, cause=text)
     failures = [failure for report in reports for failure in report.failures]
-    first = min(failures, key=_order, default=None)
+    first = min(failures, key=_cause_order, default=None)
     requests = [
         (r.signalled_at, r.signum or signal.SIGTERM)
         for r in reports
@@ -136,8 +140,13 @@ def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
         return JobOutcome(state="failed", exit_status=1, cause=text)
     if first.lost:
         return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
+    status = first.exit_status
     return JobOutcome(
-        state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
+        state="failed",
+        exit_status=status,
+        cause=first.text,
+        final=first.final,
+        error_kind=first.error_kind,
     )
 
 
@@ -148,7 +157,7 @@ def stopped_text(event: Mapping[str, Any]) -> str:
     return f"stopped at request after step {event.get('step')}; checkpoint: {event['checkpoint']}"
 
 
-def _order(failure: JobFailure) -> tuple[float, bool, int]:
+def _cause_order(failure: JobFailure) -> tuple[float, bool, int]:
     """The earliest caused the others; of two at the same time, a death by signal."""
     return (failure.time, not failure.by_signal, -1 if failure.rank is None else failure.rank)
 
@@ -159,7 +168,7 @@ RecordT = TypeVar("RecordT")
 
 
 def field_of(message: Mapping[str, Any], name: str, kind: TypeAdapter[RecordT]) -> RecordT:
-    """One field; None where it is missing and may be.
+    """Read one field; None where it is missing and may be.
 
     Raises:
         ValueError: it is not what it must be; names it.

@@ -1,4 +1,4 @@
-"""What is prepared before ranks start: model and rows are checked, memory is planned.
+"""Prepares a run before ranks start: checks model and rows, plans memory.
 
 Settings are checked here, all else in a process of its own; nothing of the run is written yet.
 """
@@ -49,7 +49,7 @@ def prepare_run(
     from anygauge.models.hub import download_requests
     from anygauge.training.auto import forms_of
     from anygauge.training.checks import check_settings
-    from anygauge.util.text import size
+    from anygauge.util.text import format_bytes
 
     run, job, registry, forms = request.run, request.job, request.registry, request.forms
     remote = request.launcher.remote
@@ -86,7 +86,7 @@ def prepare_run(
     if answer.unreachable:
         notes.append(f"the run would be refused: {answer.unreachable}")
     if answer.left:
-        first = f"a run would first fetch them, {size(answer.left)}"
+        first = f"a run would first fetch them, {format_bytes(answer.left)}"
         notes.append(f"the weights were not checked: {first}")
     devices, cores = job.launch.devices, len(os.sched_getaffinity(0))
     if devices > cores and not remote:
@@ -97,7 +97,7 @@ def prepare_run(
     if answer.unchecked:
         notes.append(f"only the ranks will check model and rows: {answer.unchecked}")
     found = replace(answer.found, notes=[*notes, *answer.found.notes])
-    return request.decided(decided), found, decided
+    return request.with_decision(decided), found, decided
 
 
 def settings_alone(request: RunRequest) -> tuple[RunRequest, Findings, Decision]:
@@ -126,7 +126,7 @@ def without_checks(request: RunRequest) -> RunRequest:
     run, why, selection = request.run, request.job.strategy_why, request.selection
     found = without_a_plan(run, request.forms, why, request.registry, selection, asked=False)
     assert found is not None
-    return request.decided(found)
+    return request.with_decision(found)
 
 
 def fetch_configuration(run: RunFile) -> None:

@@ -23,7 +23,7 @@ from anygauge.launch.prepare_endings import PrepareWork
 from anygauge.launch.prepare_request import PrepareAnswer
 from anygauge.launch.watchdog import sample_process
 from anygauge.models.hub import HubUnreachableError
-from anygauge.util import errors
+from anygauge.util.errors import error_class
 from anygauge.util.processes import parent_environment
 
 if TYPE_CHECKING:
@@ -41,8 +41,8 @@ Show = Callable[[Mapping[str, Any]], None]
 once a second)."""
 
 
-def always() -> bool:
-    """Nothing else to do meanwhile."""
+def no_other_work() -> bool:
+    """Tell `prepare` that its caller has nothing else to do meanwhile."""
     return True
 
 
@@ -52,9 +52,9 @@ def prepare(
     *,
     quiet: bool = False,
     show: Show | None = None,
-    turn: Callable[[], bool] = always,
+    turn: Callable[[], bool] = no_other_work,
 ) -> PrepareAnswer:
-    """Have a process of its own do what is asked; it is gone afterwards, whatever happens.
+    """Run a request in a process of its own, which is gone afterwards, whatever happens.
 
     Args:
         environ: of the process; None: this one's.
@@ -72,14 +72,14 @@ def prepare(
     """
     from anygauge.launch.memory_check import not_planned
 
-    if not (request.fetches or request.stages):
+    if not (request.needs_fetch or request.stages):
         return PrepareAnswer()
     work = PrepareWork(request)
     fields: dict[str, Any] = {}
     with (
         tempfile.TemporaryFile() as output,
         _on_terminal(quiet) if show is None else contextlib.nullcontext(show) as shown,
-        _started(request, os.environ if environ is None else environ, output) as process,
+        _start_process(request, os.environ if environ is None else environ, output) as process,
     ):
         ending: AnygaugeError | None = None
         try:
@@ -90,7 +90,9 @@ def prepare(
                     case "found":
                         fields |= event["fields"]
                     case "refused":
-                        raise _ERRORS.get(event["error"], AnygaugeError)(event["message"])
+                        is_hub = event["error"] == HubUnreachableError.__name__
+                        kind = HubUnreachableError if is_hub else error_class(event["error"])
+                        raise kind(event["message"])
                     case "out_of_memory":
                         ending = work.out_of_memory(event["limit"])
                         break
@@ -98,9 +100,9 @@ def prepare(
                         break
             else:
                 if turn():
-                    ending = work.broken(_ended(process), output)
+                    ending = work.crash_error(_reap(process), output)
         except TimeoutError:
-            ending = work.hung()
+            ending = work.hang_error()
     if ending is not None and work.stage != "plan":
         raise ending
     if ending is not None:
@@ -135,7 +137,7 @@ def _on_terminal(quiet: bool) -> Iterator[Show]:
                 return
             if event["event"] == "message":
                 console.print(event["text"])
-            elif console.draws:
+            elif console.can_redraw:
                 if not bar.live.is_started:
                     drawn.enter_context(bar)
                 name, done, total = event["name"], event["done"], event["total"]
@@ -144,11 +146,8 @@ def _on_terminal(quiet: bool) -> Iterator[Show]:
         yield show
 
 
-_ERRORS = {**vars(errors), "HubUnreachableError": HubUnreachableError}
-
-
 @contextlib.contextmanager
-def _started(
+def _start_process(
     request: PrepareRequest, environ: Mapping[str, str], output: IO[bytes]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process, which is gone afterwards, whatever happens."""
@@ -180,23 +179,23 @@ def _events(
         TimeoutError: nothing came for longer than the limit of its stage.
     """
     assert process.stdout is not None
-    descriptor, text, silence = process.stdout.fileno(), b"", _Silence(process.pid)
+    descriptor, text, silence = process.stdout.fileno(), b"", _SilenceClock(process.pid)
     while turn():
         if select.select([descriptor], [], [], _TURN_S)[0]:
             new = os.read(descriptor, 2**16)
             if not new:
                 return
-            silence = _Silence(process.pid)
+            silence = _SilenceClock(process.pid)
             *lines, text = (text + new).split(b"\n")
             for line in lines:
                 event = json.loads(line)
-                work.note(event)
+                work.track(event)
                 yield event
         elif silence.seconds() > work.limit_s:
             raise TimeoutError
 
 
-class _Silence:
+class _SilenceClock:
     """How long a process has reported nothing; what it waited for a busy processor, and what this
     one was stopped for, does not count."""
 
@@ -215,8 +214,8 @@ class _Silence:
         return self._seconds
 
 
-def _ended(process: subprocess.Popen[bytes]) -> int:
-    """How a process ended that has nothing more to say; one that does not end is killed."""
+def _reap(process: subprocess.Popen[bytes]) -> int:
+    """Return how a process ended that has nothing more to report; kill one that does not end."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         return process.wait(timeout=_END_S)
     process.kill()

@@ -1,4 +1,4 @@
-"""How long the prepare process may be silent, and what to say of one that was ended."""
+"""Limits the prepare process's silence, and explains how one was ended."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import IO, TYPE_CHECKING, Any
 from anygauge.interface import AnygaugeError, DataError
 from anygauge.models.hub import HubUnreachableError
 from anygauge.util.processes import describe_exit
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 if TYPE_CHECKING:
     from anygauge.launch.prepare_request import PrepareRequest
@@ -25,33 +25,33 @@ _TAIL = 2000
 
 
 class PrepareWork:
-    """What the process is at; and what to say of one that was ended there.
+    """What the process is at, and the errors of one that was ended there.
 
     Attributes:
         stage: see `anygauge.launch.prepare_process.Stages`.
     """
 
     def __init__(self, request: PrepareRequest) -> None:
-        self.stage = "fetch" if request.fetches else "model"
+        self.stage = "fetch" if request.needs_fetch else "model"
         self._request = request
         self._template = self._row = ""  # what is being rendered
 
     @property
     def limit_s(self) -> float:
-        """Of silence."""
+        """How long the process may be silent."""
         if self._row:
             return RENDERING_LIMIT_S
         return LIMITS_S[self.stage]
 
-    def note(self, event: Mapping[str, Any]) -> None:
+    def track(self, event: Mapping[str, Any]) -> None:
         """Follow the process by its events."""
         if event["event"] == "stage":
             self.stage = event["name"]
         elif event["event"] == "rendering":
             self._template, self._row = event["template"], event["row"]
 
-    def hung(self) -> AnygaugeError:
-        """Nothing came for longer than it may."""
+    def hang_error(self) -> AnygaugeError:
+        """Return the error of a process that was silent for longer than it may."""
         limit = f"{self.limit_s:.0f} s"
         if self._row:
             return self._ended_rendering(
@@ -77,13 +77,14 @@ class PrepareWork:
         )
 
     def out_of_memory(self, limit: int) -> AnygaugeError:
-        """It needed more than so many bytes."""
+        """Return the error of a process that needed more than so many bytes."""
+        size = format_bytes(limit)
         if self._row:
-            return self._ended_rendering(f"took more than {size(limit)} to render {self._row}")
-        return AnygaugeError(f"out of memory: the process may have {size(limit)}")
+            return self._ended_rendering(f"took more than {size} to render {self._row}")
+        return AnygaugeError(f"out of memory: the process may have {size}")
 
-    def broken(self, code: int, output: IO[bytes]) -> AnygaugeError:
-        """It ended without an answer; `output` is what it printed."""
+    def crash_error(self, code: int, output: IO[bytes]) -> AnygaugeError:
+        """Return the error of a process without an answer; `output` is what it printed."""
         output.seek(0, os.SEEK_END)
         output.seek(max(0, output.tell() - _TAIL))
         lines = output.read().decode(errors="replace").strip().splitlines()

@@ -1,4 +1,4 @@
-"""What is prepared on a machine where ranks will run and the command does not."""
+"""Prepares a run on a machine where ranks will run and the command does not."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from anygauge.interface import AnygaugeError, Job
 from anygauge.launch.decision import Decision
-from anygauge.launch.prepare_call import always, prepare
-from anygauge.util.text import size
+from anygauge.launch.prepare_call import no_other_work, prepare
+from anygauge.util.text import format_bytes
 
 _PROGRESS_S = 30.0
 
@@ -19,7 +19,7 @@ def prepare_here(
     environment: Mapping[str, str],
     where: str,
     log: Callable[[str], None],
-    turn: Callable[[], bool] = always,
+    turn: Callable[[], bool] = no_other_work,
     *,
     check: bool,
     plan: bool,
@@ -50,7 +50,7 @@ def prepare_here(
         elif time.monotonic() - logged > _PROGRESS_S:
             logged = time.monotonic()
             share = event["done"] / max(1, event["total"])
-            log(f"{where}{event['name']}: {share:.0%} of {size(event['total'])}")
+            log(f"{where}{event['name']}: {share:.0%} of {format_bytes(event['total'])}")
 
     try:
         run = read_run(job.resolved_run)

@@ -47,12 +47,8 @@ def failure_event(error: Exception, stage: str) -> dict[str, Any]:
     """The event that an error comes to: a refusal, unless torch is not installed."""
     if isinstance(error, AnygaugeError):
         # The other end knows the kinds that all packages share, with their exit status.
-        shared = AnygaugeError.__module__
-        kind = next(
-            each.__name__
-            for each in type(error).__mro__
-            if each is HubUnreachableError or each.__module__ == shared
-        )
+        is_hub = isinstance(error, HubUnreachableError)
+        kind = HubUnreachableError.__name__ if is_hub else error.kind
         return {"event": "refused", "error": kind, "message": str(error)}
     if find_spec("torch") is None and misses_torch(error):
         return {"event": "found", "fields": {"unchecked": "torch is not installed here"}}
@@ -78,7 +74,7 @@ def begin_again(request: PrepareRequest, answers: int) -> NoReturn:
 
 
 def main() -> int:
-    """PrepareAnswer one request; returns the exit status, which is 0 if an answer was given."""
+    """Answer one request; returns the exit status, which is 0 if an answer was given."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started this process ends it
     request = PrepareRequest.model_validate_json(sys.stdin.buffer.read())
@@ -90,7 +86,7 @@ def main() -> int:
         os.environ.update(HF_HUB_OFFLINE="1", HF_DATASETS_OFFLINE="1")
     stages = Stages(request, events)
     try:
-        if request.fetches:
+        if request.needs_fetch:
             stages.fetch()
             if request.stages:
                 begin_again(request.model_copy(update={"fetched": True}), answers)

@@ -1,4 +1,4 @@
-"""What the prepare process is asked, and what it answers."""
+"""The request to the prepare process, and its answer."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from anygauge.util.section import Count, Section
 
 
 class PrepareRequest(Section):
-    """What the process does: what is fetched, and each stage that is asked, in this order.
+    """A request: what the process fetches, and the stages that it runs, in this order.
 
     Attributes:
         fetch: what is brought from the hub.
@@ -61,20 +61,20 @@ class PrepareRequest(Section):
     @property
     def has_network(self) -> bool:
         """Whether its next stage may use it: a fetch, or the rows of a stream."""
-        if self.fetches or "rows" not in self.stages:
-            return self.fetches
+        if self.needs_fetch or "rows" not in self.stages:
+            return self.needs_fetch
         data = parse_run(self.run).data
         every = {each.path for each in (*data.train_sources, *data.eval_sources)}
         return any(map(is_remote, every - {*self.copies}))
 
     @property
-    def fetches(self) -> bool:
+    def needs_fetch(self) -> bool:
         """Whether something is still to be fetched."""
         return not self.fetched and bool(self.fetch or self.copies)
 
 
 class PrepareAnswer(Section):
-    """What became of a request.
+    """The result of a request.
 
     Attributes:
         left: bytes of weights whose index alone was wanted, and that are not here.

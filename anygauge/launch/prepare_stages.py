@@ -12,7 +12,7 @@ from typing import Any
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import DataSection, ModelSection, RunFile
 from anygauge.data.rows import share_of_memory
-from anygauge.launch.memory_check import looked_at, plan_memory
+from anygauge.launch.memory_check import look_at_machine, plan_memory
 from anygauge.launch.prepare_request import PrepareAnswer, PrepareRequest
 from anygauge.models.hub import HubUnreachableError, fetch
 from anygauge.models.source import quiet_libraries
@@ -20,9 +20,9 @@ from anygauge.models.tokenizer import load_tokenizer
 from anygauge.registry import installed_plugins
 from anygauge.training.auto import forms_of
 from anygauge.training.checks import Findings
-from anygauge.training.run_checks import RunChecks, nothing
+from anygauge.training.run_checks import RunChecks, ignore
 from anygauge.util.events import EventWriter
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 GIB = 2**30
 MODEL_LIMIT = 4 * GIB
@@ -42,7 +42,7 @@ class Stages:
     def __init__(self, request: PrepareRequest, events: EventWriter) -> None:
         self._request, self._events = request, events
         self.stage, self.limit = "", 0
-        self._hide = nothing if request.with_torch else hide_torch
+        self._hide = ignore if request.with_torch else hide_torch
 
     def enter(self, stage: str) -> None:
         """Begin a stage, with its own limit of memory."""
@@ -66,13 +66,14 @@ class Stages:
             except HubUnreachableError as error:
                 if self._request.unreachable_refuses:
                     raise
-                self._found(unreachable=str(error))
+                self._send_answer(unreachable=str(error))
                 break
             if found.new:
-                self._events.message(f"fetched {want.name}: {size(found.new)} in {found.folder}")
+                new = format_bytes(found.new)
+                self._events.message(f"fetched {want.name}: {new} in {found.folder}")
             left += found.left
         else:
-            self._found(left=left)
+            self._send_answer(left=left)
         if self._request.copies:
             self._copy(parse_run(self._request.run).data)
 
@@ -88,7 +89,7 @@ class Stages:
         copy_addresses(section, self._request.id, show)
 
     def run(self) -> None:
-        """All that is asked, after a fetch."""
+        """Run all stages that the request has after the fetch."""
         stages = self._request.stages
         if "check" in stages or "plan" in stages:
             self._check_and_plan(parse_run(self._request.run))
@@ -105,9 +106,9 @@ class Stages:
         cards, decided = request.cards, None
         plans, checks = "plan" in request.stages, "check" in request.stages
         if plans and cards is None:
-            forms, cards, decided = looked_at(run, registry, request.backend, request.asked)
+            forms, cards, decided = look_at_machine(run, registry, request.backend, request.asked)
         if plans and decided is None:
-            self._hide = nothing
+            self._hide = ignore
         run = forms[0] if forms else run
         if checks:
             self._check(run)
@@ -120,17 +121,17 @@ class Stages:
                 request.backend,
                 cards or (),
                 force=request.force,
-                begin=self._plan,
+                begin=self._report_planning,
             )
         if decided is None:
             return
-        self._found(decided=decided)
+        self._send_answer(decided=decided)
         if checks and decided.form is not None and every[decided.form] != run:
             self._check(every[decided.form])
 
     @contextlib.contextmanager
-    def _plan(self, subject: str) -> Iterator[None]:
-        """No silence, though each form takes its time."""
+    def _report_planning(self, subject: str) -> Iterator[None]:
+        """Break the silence before each form, which takes its time."""
         self._events.send("planning", subject=subject)
         yield
 
@@ -148,7 +149,7 @@ class Stages:
             hide=self._hide,
             rendering=self._rendering,
         )
-        self._found(found=checks.check())
+        self._send_answer(found=checks.check())
 
     def _rows(self, run: RunFile) -> None:
         """Put a run's rows in the cache."""
@@ -169,7 +170,7 @@ class Stages:
             streamed = reading().train
             layout = Layout(micro_batch=1, max_length=section.max_length, pad_id=0)
             steps = training_batches(streamed, section, run.train, layout).steps
-            self._found(found=Findings(steps=steps))
+            self._send_answer(found=Findings(steps=steps))
 
     def _render(self) -> None:
         """Put a prompt in its chat template."""
@@ -181,10 +182,10 @@ class Stages:
         given, kwargs = read_template(request.chat_template), request.chat_template_kwargs
         if request.prompt is None:
             ends = end_of_turn_ids(tokenizer, given, self._rendering, kwargs=kwargs)
-            return self._found(stop_ids=ends)
+            return self._send_answer(stop_ids=ends)
         template = ChatTemplate(tokenizer, given, self._rendering, kwargs=kwargs)
         template.row = "the prompt"
-        self._found(ids=template.question_ids(request.prompt), stop_ids=template.stop_ids())
+        self._send_answer(ids=template.question_ids(request.prompt), stop_ids=template.stop_ids())
 
     def _tokenizer(self, section: ModelSection) -> Any:
         self.enter("model")
@@ -196,7 +197,7 @@ class Stages:
         """See `anygauge.data.template.Rendering`."""
         self._events.send("rendering", template=template, row=row)
 
-    def _found(self, **fields: Any) -> None:
+    def _send_answer(self, **fields: Any) -> None:
         answer = PrepareAnswer(**fields).model_dump(mode="json", include=set(fields))
         self._events.send("found", fields=answer)
 

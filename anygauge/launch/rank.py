@@ -35,7 +35,7 @@ def main() -> int:
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
     from anygauge.interface import Job
-    from anygauge.training.worker import reported
+    from anygauge.training.worker import run_reported
     from anygauge.util.events import EventWriter
 
     job = Job.load(arguments.job)
@@ -49,7 +49,7 @@ def main() -> int:
 
         job = Decision.load(arguments.decided).applied_to(job)
     index = int(os.environ["RANK"])
-    return reported(job, index, EventWriter.of_rank(index), arguments.lock)
+    return run_reported(job, index, EventWriter.of_rank(index), arguments.lock)
 
 
 if __name__ == "__main__":

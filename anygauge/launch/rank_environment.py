@@ -26,6 +26,7 @@ from anygauge.interface import (
     Scope,
     choose_fabric,
     file_text,
+    file_texts,
     installed_version,
 )
 from anygauge.registry import (
@@ -85,7 +86,7 @@ class NodeEnvironment:
         and values that the run file sets, are hidden."""
         return {str(rank): [one.record() for one in found] for rank, found in self._by_rank.items()}
 
-    def overruled(self, local_rank: int) -> list[ResolvedSetting]:
+    def overruled_settings(self, local_rank: int) -> list[ResolvedSetting]:
         """Variables of the starting process that won over a different value from elsewhere."""
         own = (one for one in self._by_rank[local_rank] if one.origin == USER)
         return [one for one in own if any(value != one.value for _, value in one.overruled)]
@@ -148,21 +149,18 @@ def inspect_node(
         root: the folder of /proc and /sys.
     """
     order = _ordered_cores(root)
-    libraries = (
-        "torch",
-        *backend.libraries,
-    )  # any backend's settings may depend on torch's version
+    libraries = ("torch", *backend.libraries)  # any backend's settings may depend on torch's
     return Node(
         rank=rank,
         hostname=socket.gethostname(),
         cores=tuple(core for _, core in order),
         physical_cores=len({place for place, _ in order}),
-        interfaces=_interfaces(root),
+        interfaces=_read_interfaces(root),
         rdma_devices=_rdma_devices(root),
         libraries={name: found for name in libraries if (found := installed_version(name))},
         variables={name: environ[name] for name in backend.variables if name in environ},
-        files=_files(root, backend.files),
-        texts=_texts(root, backend.readings),
+        files=_find_files(root, backend.files),
+        texts=file_texts(backend.readings, root),
     )
 
 
@@ -180,7 +178,7 @@ def _ordered_cores(root: Path) -> list[tuple[tuple[int, ...], int]]:
     return sorted(found)
 
 
-def _interfaces(root: Path) -> tuple[NetworkInterface, ...]:
+def _read_interfaces(root: Path) -> tuple[NetworkInterface, ...]:
     def order(folder: Path) -> tuple[bool, int, str]:
         index = _number(folder / "ifindex") or 0
         return _number(folder / "type") != _ETHERNET, index, folder.name
@@ -210,8 +208,8 @@ def _rdma_devices(root: Path) -> tuple[RdmaDevice, ...]:
     )
 
 
-def _files(root: Path, names: Iterable[str]) -> dict[str, str]:
-    """Those that exist. A bare name is a shared library, searched where the linker searches."""
+def _find_files(root: Path, names: Iterable[str]) -> dict[str, str]:
+    """Find which files exist. A bare name is a shared library, found where the linker searches."""
     linked = [
         Path(sys.prefix) / "lib",
         *sorted((root / "usr/lib").glob("*-linux-gnu*")),
@@ -225,15 +223,6 @@ def _files(root: Path, names: Iterable[str]) -> dict[str, str]:
         elif path := next((f / name for f in linked if (f / name).is_file()), None):
             found[name] = str(path)
     return found
-
-
-def _texts(root: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Of the files that fit; a device's file is not opened."""
-    return {
-        f"/{path.relative_to(root)}": file_text(path) if path.is_file() else ""
-        for pattern in patterns
-        for path in sorted(root.glob(pattern.lstrip("/")))
-    }
 
 
 def _number(path: Path) -> int | None:

@@ -99,7 +99,7 @@ class RankProcess:
         return self.observed_exit is None
 
     @property
-    def ok(self) -> bool:
+    def succeeded(self) -> bool:
         """Whether it finished its work and exited with 0."""
         return self.code == 0 and self.finished_at is not None and self.failure is None
 
@@ -111,7 +111,7 @@ class RankProcess:
     @property
     def ended_badly(self) -> bool:
         """Whether the others must end, too: it has failed, or exited with its work not done."""
-        exited = self.code is not None and not (self.ok or self.stopped_cleanly)
+        exited = self.code is not None and not (self.succeeded or self.stopped_cleanly)
         return exited or self.failure is not None
 
     def signal(self, signum: int) -> None:
@@ -131,7 +131,7 @@ class RankProcess:
             now, wall: a moment that has just passed, monotonic and since the epoch.
             reads: take events also while it runs.
         """
-        exited = self.running and self._exited()
+        exited = self.running and self._has_exited()
         if exited:
             self.observed_exit = time.time()
         elif self.running:
@@ -162,7 +162,7 @@ class RankProcess:
             outcome: the state of the job.
         """
         states = {
-            "ok": self.ok,
+            "ok": self.succeeded,
             "stopped": self.stopped_cleanly,
             "stuck": self.running,
             "cancelled": outcome == "cancelled",
@@ -195,7 +195,7 @@ class RankProcess:
         *lines, self._pending = (self._pending + chunk).split(b"\n")
         events = [(event, line + b"\n") for line in lines if (event := read_event(line))]
         for event, _ in events:
-            self._take(event)
+            self._take_event(event)
         return events
 
     def _reap(self) -> None:
@@ -220,11 +220,11 @@ class RankProcess:
     def _sample(self) -> ProcessSample | None:
         return sample_process(self.pid)
 
-    def _exited(self) -> bool:
+    def _has_exited(self) -> bool:
         return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
-    def _take(self, event: Mapping[str, Any]) -> None:
-        self.watchdog.reported(event)
+    def _take_event(self, event: Mapping[str, Any]) -> None:
+        self.watchdog.take_event(event)
         if event["event"] == "finished":
             self.finished_at = time.time()
         elif event["event"] == "stopped":

@@ -1,4 +1,4 @@
-"""From a run file and options to a job: shared by the commands that start or describe one."""
+"""Turns a run file and options into a job, for the commands that start or describe one."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from anygauge.interface import Job, UsageError
 from anygauge.launch.decision import UNDECIDED, Decision
-from anygauge.launch.foreign import ALONE
+from anygauge.launch.foreign import START_REMEDY
 
 if TYPE_CHECKING:
+    from anygauge.config.load import RunSource
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, LauncherSpec, Plan
     from anygauge.launch.foreign import ForeignLaunch
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRequest:
-    """What the user asked for, checked and with a backend chosen.
+    """The run that the user requests, checked and with a backend chosen.
 
     Attributes:
         forms: what strategy ``auto`` may become, the fastest first, which the run has until it is
@@ -42,8 +43,8 @@ class RunRequest:
         """Who starts its ranks."""
         return self.registry.find_launcher(self.run.launch.launcher).spec
 
-    def decided(self, found: Decision) -> RunRequest:
-        """With the strategy that `auto` became, and what was planned."""
+    def with_decision(self, found: Decision) -> RunRequest:
+        """Return the request with the strategy that `auto` became, and the plan's results."""
         from anygauge.config.strategies import default_section
         from anygauge.training.auto import decided_before
 
@@ -56,7 +57,7 @@ class RunRequest:
 
 
 def read_request(
-    path: Path,
+    source: RunSource,
     overrides: Sequence[str] | None,
     flags: Mapping[str, Any],
     *,
@@ -67,6 +68,7 @@ def read_request(
     """Read the run file, choose the backend, and describe the job.
 
     Args:
+        source: see `load_run_file`.
         flags: dotted path -> value of a dedicated option; None where it was not given.
         need_device: ranks will be started here, so the device must be there.
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
@@ -79,7 +81,7 @@ def read_request(
     from anygauge.training.auto import AUTO
     from anygauge.training.build_strategy import check_batch, check_strategy
 
-    run = load_run_file(path, list(overrides or ()), flags)
+    run = load_run_file(source, list(overrides or ()), flags)
     if foreign is not None:
         run = _as_launched(run, foreign)
     registry = installed_plugins()
@@ -87,7 +89,7 @@ def read_request(
     need_device = need_device and not remote
     _check_without_backend(run, registry, need_device=need_device, look_at_files=look_at_files)
     selection = select_backend(registry, run.backend, need_device=need_device)
-    with run.placed():
+    with run.locate_errors():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
     forms: list[RunFile] = []
     why = ""
@@ -106,7 +108,7 @@ def read_request(
         registry=registry,
         selection=selection,
         backend=backend,
-        job=_job(run, registry, selection.spec.name, foreign, why),
+        job=_make_job(run, registry, selection.spec.name, foreign, why),
         forms=tuple(forms),
     )
 
@@ -114,7 +116,7 @@ def read_request(
 def _check_without_backend(
     run: RunFile, registry: Registry, *, need_device: bool, look_at_files: bool
 ) -> None:
-    """What needs no backend to be told: options, paths, data, secrets, optimizer, trackers."""
+    """Check what needs no backend: options, paths, data, secrets, optimizer, trackers."""
     from anygauge.config.load import check_paths
     from anygauge.data import peek
     from anygauge.registry.specs import read_options
@@ -122,7 +124,7 @@ def _check_without_backend(
     from anygauge.training.trackers.group import check_trackers
 
     launcher = registry.find_launcher(run.launch.launcher)
-    with run.placed():
+    with run.locate_errors():
         read_options(launcher, run.launch.options)
     if not launcher.spec.shared_filesystem:
         _refuse_secrets(run)
@@ -136,11 +138,11 @@ def _check_without_backend(
             "other machines. Name the backend (--backend)",
         )
     check_optimizer(run, need_software=need_device)
-    with run.placed():
+    with run.locate_errors():
         check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
 
 
-def _job(
+def _make_job(
     run: RunFile, registry: Registry, backend: str, foreign: ForeignLaunch | None, why: str
 ) -> Job:
     """The run's job; `why` says why it has its strategy."""
@@ -168,6 +170,7 @@ def _job(
         takes_over=resumes,
         run_text="" if shared else run_json(run.model_copy(update={"backend": backend})),
         prepare=launcher.remote,
+        deterministic=run.train.deterministic,
         environment=run.environment,
         backend_options=run.backend_options,
     )
@@ -180,20 +183,20 @@ def _as_launched(run: RunFile, foreign: ForeignLaunch) -> RunFile:
     launch, by = run.launch, foreign.launcher
     for name, there in (("devices", foreign.devices), ("nodes", foreign.nodes)):
         asked = getattr(launch, name)
-        if run.sets(f"launch.{name}") and asked != there:
+        if run.has_value(f"launch.{name}") and asked != there:
             raise run.error(
                 f"launch.{name}",
                 f"{asked}, but {by} started {foreign.world_size} ranks, {foreign.devices} on each "
                 f"of {foreign.nodes} machines: leave the field out, or set it to {there}. To have "
-                f"anygauge start the ranks itself: {ALONE}",
+                f"anygauge start the ranks itself: {START_REMEDY}",
             )
     by_option = run.origin("launch.launcher").label.startswith("--launcher")
-    if run.sets("launch.launcher") and (launch.launcher != "local" or by_option):
+    if run.has_value("launch.launcher") and (launch.launcher != "local" or by_option):
         raise run.error(
             "launch.launcher",
             f"{launch.launcher} would start ranks, but {by} has already started them: leave the "
             "field out (if the run file sets it: --set launch.launcher=local). To have anygauge "
-            f"start the ranks itself: {ALONE}",
+            f"start the ranks itself: {START_REMEDY}",
         )
     if launch.max_restarts:
         raise run.error(
@@ -242,7 +245,7 @@ def render_plan(request: RunRequest) -> Plan:
     provided = request.registry.find_launcher(run.launch.launcher)
     launcher = request.registry.launcher(run.launch.launcher)()
     profile = request.backend.launch_profile(run.launch.fabric)
-    with run.placed():
+    with run.locate_errors():
         options = read_options(provided, run.launch.options)
         plan = launcher.render(request.job, options, profile)
     if plan.folders:

@@ -36,7 +36,7 @@ _METRICS_BYTES = 1 << 20
 _FILES = re.compile(
     r"\.lock|run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|cancelled"
     r"|metrics\.jsonl|events\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json"
-    r"|rendezvous(-[0-9]+)?|slurm\.sh"
+    r"|rendezvous(-[0-9]+)?|slurm\.sh|checkpoint-now"
 )
 _FOLDERS = ("logs", "ranks", "tensorboard", "wandb", ATTEMPTS)
 
@@ -71,7 +71,7 @@ def write_run(resolved: Path, run: RunFile) -> None:
 
 
 def logs_of(folder: Path) -> Path:
-    """Where the logs of a run's last start are."""
+    """Return the folder of the logs of a run's last start."""
     resumed = [path / "logs" for path in (folder / ATTEMPTS).glob("*") if (path / "logs").is_dir()]
     return max(resumed, key=lambda path: path.parent.name, default=folder / "logs")
 
@@ -111,7 +111,7 @@ def remove_unaccepted(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def claim(folder: Path) -> Iterator[int]:
+def lock_folder(folder: Path) -> Iterator[int]:
     """Keep other runs out of a folder.
 
     Yields:
@@ -196,7 +196,7 @@ def _may_run(folder: Path) -> bool:
     if not (folder / LAUNCHED).exists():
         return False
     try:
-        return "logs" in read_record(folder) or not find_job(folder).state().over
+        return "logs" in read_record(folder) or not find_job(folder).state().has_ended
     except AnygaugeError:
         return True
 

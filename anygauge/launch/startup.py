@@ -36,7 +36,7 @@ _TURN_S = 0.1
 
 
 class StartAbortedError(AnygaugeError):
-    """Another node has failed, or the job was asked to end: no rank starts on this node."""
+    """Another node has failed, or the user ended the job: no rank starts on this node."""
 
 
 def read_standard_input() -> list[str]:
@@ -70,11 +70,11 @@ def read_standard_input() -> list[str]:
         raise AnygaugeError(
             f"standard input: the line of arguments cannot be read: {error!r}"
         ) from error
-    threading.Thread(target=_watch, args=(given,), name="standard-input", daemon=True).start()
+    threading.Thread(target=_relay, args=(given,), name="standard-input", daemon=True).start()
     return arguments
 
 
-def _watch(given: io.FileIO) -> None:
+def _relay(given: io.FileIO) -> None:
     with contextlib.suppress(OSError):
         for line in given:
             if line in _SIGNALS:
@@ -141,7 +141,7 @@ def claim_run_directory(job: Job, node_rank: int) -> None:
     """
     folder = Path(job.run_directory)
     own = hashlib.sha256((job.token + job.run_text).encode()).hexdigest()
-    with _writing(folder):
+    with _write_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         mark = folder / OWNER
         if not job.takes_over and _is_taken(mark, own, coordinator=node_rank == 0):
@@ -168,7 +168,7 @@ def place_run_file(job: Job) -> None:
         AnygaugeError: it cannot be written.
     """
     path = job.resolved_run
-    with _writing(path.parent):
+    with _write_errors(path.parent):
         if not path.exists() or path.read_text() != job.run_text:
             write_text(path, job.run_text, 0o600)
 
@@ -180,7 +180,7 @@ def _write_run(job: Job) -> None:
 
 
 @contextlib.contextmanager
-def _writing(folder: Path) -> Iterator[None]:
+def _write_errors(folder: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING
 
 from anygauge.interface import AnygaugeError, Plan, RunFileError, RunningJob
 from anygauge.launch.follow import Signals
-from anygauge.launch.foreign import scrub
+from anygauge.launch.foreign import without_launcher
 from anygauge.launch.local_run import LocalRun
 from anygauge.launch.rank_environment import NodeEnvironment
 from anygauge.launch.run_directory import (
     LAUNCHED,
     RUN_FILE,
-    claim,
     clear_for_start,
     find_job,
+    lock_folder,
     remove_unaccepted,
     took_no_step,
     write_run,
@@ -36,13 +36,13 @@ from anygauge.util.files import why_no_folder, write_text
 if TYPE_CHECKING:
     from anygauge.config.schema import RunFile
     from anygauge.launch.request import RunRequest
-    from anygauge.training.checkpoints.identity import Finished
+    from anygauge.training.checkpoints.identity import FinishedRun
 
 _DECIDE = ("model", "adapter", "data", "train")
 """Sections that decide what is trained, and for how long."""
 
 
-def resume_target(request: RunRequest) -> tuple[bool, Finished | None]:
+def resume_target(request: RunRequest) -> tuple[bool, FinishedRun | None]:
     """Whether a start resumes the run of its folder, and that run if it is done already.
 
     For a run and its dry run alike; only where the files are on this machine.
@@ -70,7 +70,7 @@ def resume_target(request: RunRequest) -> tuple[bool, Finished | None]:
 
 
 def _check_named(run: RunFile, checkpoint: Path) -> None:
-    """What ranks would refuse of ``--resume FOLDER``, but for the contents of its large files."""
+    """Refuse what ranks would refuse of ``--resume FOLDER``, but for its large files' contents."""
     from anygauge.training.checkpoints.identity import check_same_run, identity_of_file
     from anygauge.training.checkpoints.sound import read_record, refusal_of
 
@@ -80,8 +80,8 @@ def _check_named(run: RunFile, checkpoint: Path) -> None:
     check_same_run(checkpoint, read_record(checkpoint)["identity"], identity_of_file(run))
 
 
-def _finished_before(run: RunFile, folder: Path) -> Finished | None:
-    """The run of a folder, if it is done and just this was asked for; reads records, no tensors.
+def _finished_before(run: RunFile, folder: Path) -> FinishedRun | None:
+    """Find a folder's run that is done and had just these settings; reads records, no tensors.
 
     Where sections differ, the ranks decide: they know the data and the number of steps.
 
@@ -95,7 +95,7 @@ def _finished_before(run: RunFile, folder: Path) -> Finished | None:
     kept, where = (finished.identity if finished else {}), folder
     if not kept:
         for checkpoint in sound.checkpoints_in(folder):
-            if sound.complaint_about(checkpoint, contents=False) is None:
+            if sound.find_defect(checkpoint, contents=False) is None:
                 kept, where = sound.read_record(checkpoint)["identity"], checkpoint
                 break
     if kept:
@@ -116,7 +116,7 @@ def refuse_second(folder: Path) -> None:
     Raises:
         AnygaugeError: an earlier job still waits or runs.
     """
-    if (folder / LAUNCHED).exists() and not (state := find_job(folder).state()).over:
+    if (folder / LAUNCHED).exists() and not (state := find_job(folder).state()).has_ended:
         raise AnygaugeError(
             f"{folder} has a job already: {state.text}. To follow it: anygauge job follow "
             f"{folder}; to end it: anygauge job cancel {folder}"
@@ -127,7 +127,7 @@ def refuse_second(folder: Path) -> None:
 def submit_job(
     request: RunRequest, plan: Plan, *, resuming: bool
 ) -> Iterator[tuple[RunningJob, Signals]]:
-    """The job, and the signals that came before it was whole: it was asked to end for them.
+    """Submit a job; returns it, and the signals that came before it was whole, which end it.
 
     Signals wait meanwhile, and are taken to the end; so long this process holds the claim of the
     run directory.
@@ -143,13 +143,13 @@ def submit_job(
     job, spec, folder = request.job, request.launcher, Path(request.job.run_directory)
     unused = not folder.exists() or not any(folder.iterdir())
     refuse_second(folder)
-    with claim(folder) as lock, Signals() as signals:
+    with lock_folder(folder) as lock, Signals() as signals:
         if spec.shared_filesystem or not (folder / RUN_FILE).exists():
             clear_for_start(folder, job if resuming else None)
         chosen = request.run.model_copy(update={"backend": job.backend})
         write_run(Path(job.run_file), chosen)
         try:
-            running = _started(request, plan, lock)
+            running = _start_job(request, plan, lock)
         except AnygaugeError:
             if unused and "detach" in spec.can:
                 shutil.rmtree(folder, ignore_errors=True)  # nothing was started
@@ -167,11 +167,11 @@ def submit_job(
             remove_unaccepted(folder)  # the run was done before
 
 
-def _started(request: RunRequest, plan: Plan, lock: int) -> RunningJob:
+def _start_job(request: RunRequest, plan: Plan, lock: int) -> RunningJob:
     if request.launcher.remote:
         launcher = request.registry.launcher(request.launcher.name)()
         running: RunningJob = launcher.submit(replace(plan, held=(lock,)))
         return running
     chosen = (request.registry, request.backend)
-    environment = NodeEnvironment(request.job, 0, scrub(os.environ), chosen)
+    environment = NodeEnvironment(request.job, 0, without_launcher(os.environ), chosen)
     return LocalRun(request.job, lock=lock, grace_s=plan.grace_s, environment=environment)

@@ -97,24 +97,24 @@ class Supervisor:
             try:
                 self._start()
                 self._act_on_requests()  # one that kept ranks from starting is handled here
-                while attempt.running:
+                while attempt.running_ranks:
                     yield
                     self._turn()
                 self.nodes.report(attempt.report(self.node_rank))
-                while not self.nodes.over:
+                while not self.nodes.has_outcome:
                     yield
                     self._turn()
             finally:
                 for rank in attempt.ranks:
                     rank.abandon()
             assert self.nodes.outcome is not None
-            self._conclude(self.nodes.outcome)
+            self._end_attempt(self.nodes.outcome)
             if self.nodes.outcome.state != "again":
                 return
             self.nodes.restart()
             self.resume = True
 
-    def note(self, text: str) -> None:
+    def write_log(self, text: str) -> None:
         """Write a line to the log; a full disk must not end a run."""
         line = f"{time.strftime('%Y-%m-%d %H:%M:%S')} supervisor: {text}"
         with contextlib.suppress(OSError):
@@ -157,19 +157,19 @@ class Supervisor:
             ) from error
         self._attempt.ranks.append(rank)
         on = f" on cores {', '.join(map(str, cores))}" if cores else ""
-        self.note(f"rank {number} started, process {rank.pid}{on}")
+        self.write_log(f"rank {number} started, process {rank.pid}{on}")
 
     def _wait(self) -> None:
         """Until a rank or a node has written something, or the turn is over."""
         with selectors.PollSelector() as selector:
             self.nodes.attach(selector)
             for rank in self._attempt.ranks:
-                if not (rank.events_closed or self.nodes.full):
+                if not (rank.events_closed or self.nodes.is_full):
                     selector.register(rank.pipe, selectors.EVENT_READ)
             selector.select(_TURN_S)
 
     def _turn(self) -> None:
-        attempt, reads = self._attempt, not self.nodes.full  # or the follower is far behind
+        attempt, reads = self._attempt, not self.nodes.is_full  # or the follower is far behind
         # One time for all, so that none seems to have died later for its place in this loop.
         now, wall = time.monotonic(), time.time()
         for rank in attempt.ranks:
@@ -179,7 +179,7 @@ class Supervisor:
             self.nodes.broadcast(Instruction.END)
         self._act_on_requests()
         for instruction in self.nodes.poll():
-            self._follow(instruction)
+            self._obey(instruction)
         attempt.keep_time()
 
     def _look_at(self, rank: RankProcess, now: float, wall: float, *, reads: bool) -> None:
@@ -188,10 +188,10 @@ class Supervisor:
             if event["event"] != "progress":  # for this supervisor alone
                 self.nodes.forward(line)
         if was_running and not rank.running:
-            self.note(f"rank {rank.rank} ended with code {rank.code}")
+            self.write_log(f"rank {rank.rank} ended with code {rank.code}")
             self.nodes.send("rank_exited", rank=rank.rank, code=rank.code, log=str(rank.log))
 
-    def _follow(self, instruction: Instruction) -> None:
+    def _obey(self, instruction: Instruction) -> None:
         if instruction is Instruction.END:
             self._attempt.fail()
         elif instruction is Instruction.STOP:
@@ -204,7 +204,7 @@ class Supervisor:
             return
         signum, at = self.requests.received[0]
         if self._attempt.requested is None:
-            self.note(f"received {signal.Signals(signum).name}: ending the ranks")
+            self.write_log(f"received {signal.Signals(signum).name}: ending the ranks")
             self._attempt.stop(signum, time.time() - (time.monotonic() - at))
             self.nodes.broadcast(Instruction.STOP, signum)
         # A terminal that closes adds nothing to the Ctrl-C before it.
@@ -213,7 +213,7 @@ class Supervisor:
             self._attempt.kill()
             self.nodes.broadcast(Instruction.KILL)
 
-    def _conclude(self, outcome: JobOutcome) -> None:
+    def _end_attempt(self, outcome: JobOutcome) -> None:
         """Record how each rank ended, and report how the job did, or that it starts again."""
         ranks, text = self._attempt.ranks, outcome.cause
         stuck = [rank.pid for rank in ranks if rank.running]
@@ -224,10 +224,10 @@ class Supervisor:
             for rank in ranks:
                 rank.write_result(outcome.state, self.hostname)
         except (OSError, AnygaugeError) as error:
-            self.note(f"how the ranks ended cannot be written: {error}")
-        self.note(f"ended: {outcome.state}, exit status {outcome.exit_status}")
+            self.write_log(f"how the ranks ended cannot be written: {error}")
+        self.write_log(f"ended: {outcome.state}, exit status {outcome.exit_status}")
         if outcome.state != "again":
-            fields = {"exit_status": outcome.exit_status, "cause": text}
+            fields = {"exit_status": outcome.exit_status, "cause": text, "kind": outcome.error_kind}
             self.nodes.send("ended", state=outcome.state, node_rank=self.node_rank, **fields)
         elif self.node_rank == 0:
             text = (

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from anygauge.launch.run_directory import LAUNCHED, logs_of
 from anygauge.util.console import Console
-from anygauge.util.text import seconds, size
+from anygauge.util.text import format_bytes, format_time
 
 Event = Mapping[str, Any]
 
@@ -24,10 +24,10 @@ ROOM, METRIC = 33, 14
 """Columns for the step, a bar and the remaining time, which a narrow terminal has too; and for a
 metric."""
 
-_AGAIN = "(Ctrl-C again to kill)"
-_ENDING = f"ending: finishing the current step and writing a checkpoint {_AGAIN}"
-_NOTHING_YET = f"ending: no step has been taken, so there is nothing to save {_AGAIN}"
-_NO_CHECKPOINT = f"ending: this run cannot write checkpoints; nothing is saved {_AGAIN}"
+_KILL_HINT = "(Ctrl-C again to kill)"
+_ENDING = f"ending: finishing the current step and writing a checkpoint {_KILL_HINT}"
+_NOTHING_YET = f"ending: no step has been taken, so there is nothing to save {_KILL_HINT}"
+_NO_CHECKPOINT = f"ending: this run cannot write checkpoints; nothing is saved {_KILL_HINT}"
 
 
 class View:
@@ -43,7 +43,7 @@ class View:
         self._console = console
         self._quiet = quiet
         self._summary: Any = None
-        self._drawn = console.draws and not quiet
+        self._drawn = console.can_redraw and not quiet
         self._bar = Progress(
             TextColumn("{task.description}"),
             BarColumn(bar_width=None),
@@ -57,18 +57,18 @@ class View:
         self._task = self._bar.add_task("", total=None, metrics="", visible=False)
 
     @property
-    def ending(self) -> str:
+    def request_effect(self) -> str:
         """What a request to end comes to now."""
         if not self.began:
             return _NOTHING_YET
         return _ENDING if self.stops else _NO_CHECKPOINT
 
-    def live(self) -> AbstractContextManager[Any]:
+    def drawn_bar(self) -> AbstractContextManager[Any]:
         """Draw the bar for as long as the run lasts."""
         return self._bar if self._drawn else nullcontext()
 
     def line(self, text: str, level: str = "info") -> None:
-        """One line of text, above the bar; ``info`` is what quiet leaves out."""
+        """Print one line of text above the bar; ``info`` is what quiet leaves out."""
         if level == "info" and self._quiet:
             return
         if level == "warning":
@@ -93,7 +93,7 @@ class View:
                 self._bar.start()
 
     def show(self, event: Event) -> None:
-        """What one event has to say; rank 0 speaks for all but in messages."""
+        """Show one event; rank 0 speaks for all but in messages."""
         kind, rank = event["event"], event.get("rank") or 0
         if kind in ("started", "step") and not self.began:
             self.began, self.stops = True, bool(event.get("stops", True))
@@ -103,8 +103,8 @@ class View:
         elif rank:
             return
         elif kind == "started":
-            for text in event.get("lines") or ():
-                self.line(str(text))
+            if lines := event.get("lines"):
+                self.line("\n".join(map(str, lines)))
             self._advance(int(event.get("done", 0)), event.get("steps"), "")
         elif kind == "step":
             if not self._drawn:
@@ -120,18 +120,18 @@ class View:
             self._summary = event.get("summary")
 
     def summary(self) -> None:
-        """What rank 0 said of the whole run."""
-        for text in summary_lines(self._summary):
-            self.line(text)
+        """Show rank 0's summary of the whole run."""
+        if lines := summary_lines(self._summary):
+            self.line("\n".join(lines))  # one output of a notebook's cell
 
     def _advance(self, step: int, steps: int | None, metrics: str) -> None:
-        name = _of(step, steps)
+        name = _step_of(step, steps)
         self._bar.update(
             self._task, total=steps, completed=step, description=name, metrics=metrics, visible=True
         )
 
 
-def fail(errors: Console, text: str) -> None:
+def explain(errors: Console, text: str) -> None:
     """Show why a run failed."""
     errors.print(f"error: {text}", style="red")
 
@@ -142,18 +142,17 @@ def show_stopped(errors: Console, how: str) -> None:
     errors.print("to resume: the same command with --resume auto")
 
 
-def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
-    """Name the folder of a run's logs, or what would show them."""
+def where_logs_are(run_directory: str | Path) -> str:
+    """The folder of a run's logs, or what would show them."""
     home = Path(run_directory)
     folder = logs_of(home)
     remote = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
-    where = f"anygauge job logs {run_directory}" if remote else folder
-    errors.print(f"logs: {where}", soft_wrap=True)
+    return f"anygauge job logs {run_directory}" if remote else str(folder)
 
 
 # -- events as lines -------------------------------------------------------------------------------
 
-_FOR_REPORT = ("timed_steps", "warmup_s", "warmup_extra_s")
+_FOR_REPORT = ("timed_steps", "warmup_s", "warmup_extra_s", "stopped_by", "planned_steps")
 _STEP = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.1e}",
@@ -161,39 +160,38 @@ _STEP = {
     "tokens_per_s": "{:,.0f} tok/s",
     "mfu": "mfu {:.1%}",
 }
-_COUNTED = {"allocator": " of tensors", "process": " of the process"}
+_COUNTER = {"allocator": " of tensors", "process": " of the process"}
 """By what counted it; see `anygauge.interface.MemoryStats`."""
 _EVALUATION = {"eval_loss": "loss {:.4f}", "perplexity": "perplexity {:.2f}"}
 
 
 def step_line(event: Event) -> str:
     """``step 10/200  loss 2.3456  lr 1.9e-04  grad 0.98  5,120 tok/s  peak 1.2 GiB``."""
-    return "  ".join([_of(event.get("step", "?"), event.get("steps")), *step_metrics(event)])
+    return "  ".join([_step_of(event.get("step", "?"), event.get("steps")), *step_metrics(event)])
 
 
 def step_metrics(event: Event) -> list[str]:
     """The metrics of a step that are there, each with its unit; mfu is a fraction of 1."""
-    found = _metrics(event, _STEP)
+    found = _metric_texts(event, _STEP)
     peak = event.get("peak_memory")
     if isinstance(peak, int | float):
-        found.append(f"peak {size(peak)}{_COUNTED.get(event.get('memory_kind', ''), '')}")
+        found.append(f"peak {format_bytes(peak)}{_COUNTER.get(event.get('memory_kind', ''), '')}")
     return found
 
 
 def evaluation_line(event: Event) -> str:
     """``eval at step 200  loss 2.1234  perplexity 8.36``."""
-    name = event.get("name")
-    title = "eval" if name in (None, "", "eval") else f"eval {name}"
+    title = str(event.get("name") or "eval")
     if event.get("step") is not None:
         title += f" at step {event['step']}"
-    return "  ".join([title, *_metrics(event, _EVALUATION)])
+    return "  ".join([title, *_metric_texts(event, _EVALUATION)])
 
 
-def _of(step: object, steps: int | None) -> str:
+def _step_of(step: object, steps: int | None) -> str:
     return f"step {step}" + (f"/{steps}" if steps is not None else "")
 
 
-def _metrics(event: Event, shown: Mapping[str, str]) -> list[str]:
+def _metric_texts(event: Event, shown: Mapping[str, str]) -> list[str]:
     found = ((event.get(name), text) for name, text in shown.items())
     return [text.format(value) for value, text in found if isinstance(value, int | float)]
 
@@ -211,13 +209,13 @@ def summary_lines(summary: Any) -> list[str]:
         if name in _FOR_REPORT:
             continue
         if name == "seconds" or (name.endswith("_s") and not name.endswith("_per_s")):
-            value = seconds(value) if isinstance(value, float) else value
+            value = format_time(value) if isinstance(value, float) else value
             name = "time" if name == "seconds" else name.removesuffix("_s")
         if isinstance(value, str | int | float):
-            shown[name.replace("_per_s", "/s").replace("_", " ")] = _value(value)
+            shown[name.replace("_per_s", "/s").replace("_", " ")] = _format_value(value)
     memory = summary.get("memory") or {}
     if "predicted" in memory:
-        shown["memory"] = _memory(memory)
+        shown["memory"] = _memory_line(memory)
     step = summary.get("step_s") or {}
     if step.get("predicted") and step.get("measured"):
         shown["step"] = f"predicted {step['predicted']:.3g} s, measured {step['measured']:.3g} s"
@@ -229,10 +227,10 @@ def summary_lines(summary: Any) -> list[str]:
     return [f"{name:<{width}}  {value}" for name, value in shown.items()]
 
 
-def _memory(found: Mapping[str, Any]) -> str:
-    """What was planned and what was measured."""
+def _memory_line(found: Mapping[str, Any]) -> str:
+    """Compare what was planned with what was measured."""
     predicted, measured = (
-        size(max(found[name].values(), default=0)) for name in ("predicted", "measured")
+        format_bytes(max(found[name].values(), default=0)) for name in ("predicted", "measured")
     )
     if found["counted"] == "allocator":
         return f"predicted {predicted}, measured {measured} (peak of rank 0)"
@@ -242,7 +240,7 @@ def _memory(found: Mapping[str, Any]) -> str:
     )
 
 
-def _value(value: str | float) -> str:
+def _format_value(value: str | float) -> str:
     if isinstance(value, float):
         return f"{value:,.1f}" if abs(value) >= 100 else f"{value:.4g}"
     if isinstance(value, str) and value.startswith("/") and Path(value).is_relative_to(Path.cwd()):

@@ -61,7 +61,7 @@ class Watchdog:
         self._state = "?"
         self._doing = ""
 
-    def reported(self, event: Mapping[str, Any]) -> None:
+    def take_event(self, event: Mapping[str, Any]) -> None:
         """Take an event of the rank as a sign of activity."""
         self.idle_s = 0.0
         if event["event"] == "progress":
@@ -95,7 +95,7 @@ class Watchdog:
             self.idle_s = 0.0
 
     @property
-    def suspicious(self) -> bool:
+    def is_suspicious(self) -> bool:
         """Whether it is stopped, or has been idle for more than half of its limit."""
         return self._is_stopped or self.idle_s > self.limit_s / 2
 
@@ -104,7 +104,7 @@ class Watchdog:
         doing = self._doing or "starting"
         if self._is_stopped:
             return f"{doing}; stopped (state {self._state} in /proc)"
-        return f"{doing}; idle for {self.idle_s:.0f} s" if self.suspicious else doing
+        return f"{doing}; idle for {self.idle_s:.0f} s" if self.is_suspicious else doing
 
     @property
     def _is_stopped(self) -> bool:

@@ -53,8 +53,8 @@ def peft_targets(model: Any, plan: Iterable[str]) -> tuple[list[str], list[str]]
         else:
             modules.add(name)
     return (
-        _shortened(modules, [name for name, _ in model.named_modules()], 1),
-        _shortened(tensors, [name for name, _ in model.named_parameters()], 2),
+        _shortest_list(modules, [name for name, _ in model.named_modules()], 1),
+        _shortest_list(tensors, [name for name, _ in model.named_parameters()], 2),
     )
 
 
@@ -70,7 +70,7 @@ def _taken_for_experts(model: Any, last_parts: list[str]) -> set[str]:
     return set(last_parts) - set(config.target_modules or ())
 
 
-def _shortened(wanted: set[str], everything: Iterable[str], parts: int) -> list[str]:
+def _shortest_list(wanted: set[str], everything: Iterable[str], parts: int) -> list[str]:
     """The shortest list that selects `wanted`: so many last parts where all so named are in."""
     short: set[str] = set()
     for last in {".".join(name.split(".")[-parts:]) for name in wanted}:
@@ -176,7 +176,7 @@ def matching_layers(model: Any, targets: str | list[str], field: str) -> list[st
             raise ModelError(
                 f"{field}: the expression {targets!r} matches no layer; it must match a whole "
                 f"name, such as {next(iter(layers), '')!r}; to match the last part of a name, "
-                f"write a list: [{targets}]; {_valid(layers)}"
+                f"write a list: [{targets}]; {_valid_names(layers)}"
             )
         return found
     listed = [targets] if isinstance(targets, str) else targets
@@ -247,13 +247,13 @@ def _nothing_called(model: nn.Module, layers: Mapping[str, nn.Module], target: s
     if other is not None:
         return (
             f"{target!r} is a {type(other).__name__}, but only linear layers and embeddings can "
-            f"have an adapter; {_valid(layers)}"
+            f"have an adapter; {_valid_names(layers)}"
         )
     hint = did_you_mean(target, [*_last_parts(layers), ALL_LINEAR]) or ";"
-    return f"no layer is called {target!r}{hint} {_valid(layers)}"
+    return f"no layer is called {target!r}{hint} {_valid_names(layers)}"
 
 
-def _valid(layers: Iterable[str]) -> str:
+def _valid_names(layers: Iterable[str]) -> str:
     return f"layers here: {', '.join(_last_parts(layers))}; or use all-linear"
 
 

@@ -21,13 +21,13 @@ from anygauge.models.adaptable_layers import (
     planned_layers,
     planned_parameters,
 )
-from anygauge.models.factors import Factors, changes_base, check_init, tidy
+from anygauge.models.factors import Factors, changes_base, check_init, to_int
 from anygauge.models.vocabulary import NewTokens, row_layers, trained_rows
 from anygauge.models.warm_start import (
     WEIGHTS_FILE,
     check_given,
     check_rows,
-    fill,
+    fill_adapter,
     first_difference,
     read_config,
     read_tensors,
@@ -63,7 +63,7 @@ def add_adapter(
     check_init(section.init)
     on_meta = any(p.is_meta for p in model.parameters())
     planned, rescale = None, False
-    if folder is None or {"targets", "groups", "target_parameters"} & section.given:
+    if folder is None or {"targets", "groups", "target_parameters"} & section.own_fields:
         planned = planned_layers(model, section) | planned_parameters(model, section)
     if folder is not None:
         config, rescale = read_config(folder, dropout=section.dropout)
@@ -98,7 +98,7 @@ def add_adapter(
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
     if folder is not None:
-        fill(adapted, folder, ADAPTER_NAME, values=not on_meta, rescale=rescale)
+        fill_adapter(adapted, folder, ADAPTER_NAME, values=not on_meta, rescale=rescale)
     return adapted
 
 
@@ -115,10 +115,10 @@ def lora_config(model: nn.Module, section: AdapterSection, plan: Mapping[str, Fa
 
     modules, parameters = peft_targets(model, plan)
     ranks = {name: factors.r for name, factors in plan.items()}
-    alphas = {name: tidy(factors.alpha) for name, factors in plan.items()}
+    alphas = {name: to_int(factors.alpha) for name, factors in plan.items()}
     return LoraConfig(
         r=section.r,
-        lora_alpha=tidy(section.alpha),
+        lora_alpha=to_int(section.alpha),
         rank_pattern=patterns(ranks, section.r),
         alpha_pattern=patterns(alphas, section.alpha),
         use_rslora=section.rslora,

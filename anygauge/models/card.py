@@ -36,6 +36,7 @@ class Facts:
 
     Attributes:
         data: what became of the training rows, in words.
+        result_step: the weights are those after it; None: those after the last.
         tokens: real tokens of all steps.
         first_loss, final_loss: nats per loss token.
         evaluations: records with step, name, eval_loss, eval_tokens.
@@ -52,6 +53,7 @@ class Facts:
     precision: str
     data: str
     steps: int
+    result_step: int | None = None
     tokens: int
     first_loss: float
     final_loss: float
@@ -61,7 +63,7 @@ class Facts:
     versions: Mapping[str, str]
 
 
-def write(folder: Path, run: RunFile, facts: Facts) -> None:
+def write_card(folder: Path, run: RunFile, facts: Facts) -> None:
     """Write the card of a run's result into its folder, and the picture that it shows."""
     if facts.curve:
         write_text(folder / curve.FILE, facts.curve)
@@ -76,16 +78,16 @@ def run_card(run: RunFile, facts: Facts) -> str:
         what, relation = f"{_kind(adapter)} adapter", "adapter"
         use = "tests" if model.name is None else "adapter"
         tags += ["lora", *["rslora"] * adapter.rslora, *["dora"] * adapter.dora]
-    return _card(
+    return _make_card(
         model,
         tags,
         relation,
         name=run.name,
-        summary=f"A {what} trained from {_base(model)}.",
+        summary=f"A {what} trained from {_base_name(model)}.",
         use=use,
         place="" if _on_hub(model) else " by its folder: put its name on the hub there",
         settings=_settings(run, facts),
-        losses=_losses(facts),
+        losses=_loss_rows(facts),
         curve=facts.curve and curve.FILE,
         verified=_verification(facts.verified),
         versions=facts.versions,
@@ -95,18 +97,18 @@ def run_card(run: RunFile, facts: Facts) -> str:
 def merged_card(name: str, base: ModelSection, adapter: Path, checks: Mapping[str, str]) -> str:
     """The card of a merged model; tells of the adapter's training what its own card tells."""
     _, _, training = _text_of(adapter).partition("\n## Training\n")
-    return _card(
+    return _make_card(
         base,
         ["anygauge", "merged"],
         "merge",
         name=name,
-        summary=f"{_base(base).capitalize()}, with an adapter folded into its weights.",
+        summary=f"{_base_name(base).capitalize()}, with an adapter folded into its weights.",
         checks=checks,
         training=training.split("\n## ", 1)[0].strip("\n"),
     )
 
 
-def _card(model: ModelSection, tags: list[str], relation: str, **parts: Any) -> str:
+def _make_card(model: ModelSection, tags: list[str], relation: str, **parts: Any) -> str:
     from huggingface_hub import ModelCard, ModelCardData
 
     header = _header_of(model)
@@ -158,7 +160,7 @@ def _header_of(model: ModelSection) -> dict[str, Any]:
     return {name: value for name, value in found if name in wanted and isinstance(value, str)}
 
 
-def _base(model: ModelSection) -> str:
+def _base_name(model: ModelSection) -> str:
     if model.config is not None:
         return f"random weights of a {model.config['model_type']} architecture"
     assert model.name is not None
@@ -173,7 +175,7 @@ def _kind(adapter: AdapterSection) -> str:
 
 
 def packed_in_words(data: DataSection) -> str:
-    """What packing does to rows, to be said behind their length; "" for nothing."""
+    """Describe what packing does to rows, to stand behind their length; "" for nothing."""
     mixed = "" if data.isolates else ": each row attends to those before it in its pack"
     return f", packed{mixed}" if data.packs else ""
 
@@ -194,8 +196,11 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         found |= _adapter_settings(run.adapter)
     optimizer = train.optimizer.model_dump(exclude_none=True)
     schedule = train.schedule.model_dump(exclude_none=True)
+    steps = f"{facts.steps}, {facts.tokens:,} tokens"
+    if facts.result_step is not None:
+        steps += f"; the weights are those after step {facts.result_step}, of the lowest loss"
     found |= {
-        "steps": f"{facts.steps}, {facts.tokens:,} tokens",
+        "steps": steps,
         "batch": f"{train.global_batch_size} sequences a step, up to {train.micro_batch_size} at a "
         "time",
         "optimizer": _in_a_line(optimizer),
@@ -247,7 +252,7 @@ def _in_a_line(fields: Mapping[str, Any]) -> str:
     return ", ".join([str(name), *rest])
 
 
-def _losses(facts: Facts) -> dict[str, str]:
+def _loss_rows(facts: Facts) -> dict[str, str]:
     found = {"first step": f"{facts.first_loss:.4f}", "last step": f"{facts.final_loss:.4f}"}
     for record in facts.evaluations:
         loss = record["eval_loss"]

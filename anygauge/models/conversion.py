@@ -30,7 +30,7 @@ class Value(Protocol):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the whole of it."""
+        """The shape of the whole value."""
         ...
 
     def read(self, part: tuple[Any, ...]) -> Tensor:
@@ -53,12 +53,12 @@ class Conversion:
     sources: dict[str, list[str]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Its sources, for messages."""
+        """Name the sources, for messages."""
         names = [name for group in self.sources.values() for name in group]
         return f"{names[0]} and {len(names) - 1} more" if len(names) > 1 else names[0]
 
     @property
-    def stacked(self) -> bool:
+    def is_stacked(self) -> bool:
         """Whether the result's first dimension numbers the sources, to be read one by one."""
         kinds = [(type(one).__name__, getattr(one, "dim", -1)) for one in self._operations]
         if kinds[:1] == [("Fp8Dequantize", -1)]:
@@ -98,7 +98,7 @@ class Conversion:
         some, part = (slice(None), (chosen,)) if self.by_rows else (chosen, ALL)
 
         def read(name: str) -> Tensor:
-            lazy = files.lazily(name)
+            lazy = files.lazy_tensor(name)
             if values:
                 return lazy.read(part)
             return torch.empty(lazy.shape, dtype=lazy.dtype, device="meta")
@@ -136,9 +136,9 @@ class Weights:
         self._plain: dict[str, str] = {}
         self._conversions: dict[str, tuple[Conversion, str, tuple[int, ...]]] = {}
         self._twins: dict[str, list[str]] = {}
-        self._assign(quantizer)
+        self._assign_tensors(quantizer)
 
-    def _assign(self, quantizer: Any) -> None:
+    def _assign_tensors(self, quantizer: Any) -> None:
         """Give every tensor of the files its place."""
         one_name = {id(t): name for name, t in tensors_of(self._model)}
         places = {name: one_name[id(t)] for name, t in tensors_of(self._model, every_name=True)}
@@ -166,9 +166,9 @@ class Weights:
                 else:
                     strange.append(name)
         lacking = [n for n in one_name.values() if n not in self._plain | self._conversions]
-        self._refuse(lacking, [n for n in strange if not _known_beside(self._model, n)])
+        self._refuse_mismatch(lacking, [n for n in strange if not _known_beside(self._model, n)])
 
-    def _refuse(self, lacking: Sequence[str], strange: Sequence[str]) -> None:
+    def _refuse_mismatch(self, lacking: Sequence[str], strange: Sequence[str]) -> None:
         if not lacking and not strange:
             return
         parts = []
@@ -191,7 +191,7 @@ class Weights:
 
     def values(self, names: Iterable[str]) -> dict[str, Value]:
         """The values of these parameters; one conversion serves all of them that come from it."""
-        shared: dict[int, _Converted] = {}
+        shared: dict[int, _ConvertedValues] = {}
         found: dict[str, Value] = {}
         for name in names:
             if name in self._plain:
@@ -199,9 +199,9 @@ class Weights:
             else:
                 conversion, result, shape = self._conversions[name]
                 made = shared.setdefault(
-                    id(conversion), _Converted(conversion, self._model, self.files)
+                    id(conversion), _ConvertedValues(conversion, self._model, self.files)
                 )
-                found[name] = _OneOf(result, made, shape)
+                found[name] = _StackedPart(result, made, shape)
         return found
 
     def check_shapes(self) -> None:
@@ -215,13 +215,13 @@ class Weights:
             check_shape(self.files.folder, name, value.shape, expected[name])
 
     def _tensor(self, name: str) -> Value:
-        tensor = self.files.lazily(self._plain[name])
+        tensor = self.files.lazy_tensor(self._plain[name])
         twins = self._twins.get(name)
-        return tensor if twins is None else _Tied(name, tensor, self.files, twins)
+        return tensor if twins is None else _TiedValue(name, tensor, self.files, twins)
 
 
 @dataclass(frozen=True, slots=True)
-class _Tied:
+class _TiedValue:
     """A tensor that the files have more than once, under each of a parameter's names."""
 
     name: str
@@ -236,7 +236,7 @@ class _Tied:
     def read(self, part: tuple[Any, ...]) -> Tensor:
         value = self.tensor.read(part)
         for other in self.others:
-            if not torch.equal(self.files.lazily(other).read(part), value):
+            if not torch.equal(self.files.lazy_tensor(other).read(part), value):
                 raise ModelError(
                     f"{self.files.folder}: config.json ties {self.name} and {other}, but the files "
                     "have two different tensors; set tie_word_embeddings to false in config.json"
@@ -248,7 +248,7 @@ CHUNKS = 8
 """So many parts of stacked tensors are made one after the other, and copied into the whole."""
 
 
-class _Converted:
+class _ConvertedValues:
     """What a conversion makes of the files, made once for all parameters that come of it."""
 
     def __init__(self, conversion: Conversion, model: nn.Module, files: WeightFiles) -> None:
@@ -257,43 +257,43 @@ class _Converted:
         self._files = files
         self._waiting: dict[str, Tensor] = {}
 
-    def made(self, chosen: slice) -> dict[str, Tensor]:
+    def convert(self, chosen: slice) -> dict[str, Tensor]:
         return self.conversion.apply(self._model, self._files, chosen)
 
-    def one(self, name: str) -> Tensor:
-        """One of the results; the others wait for their turn, if there are any."""
+    def take(self, name: str) -> Tensor:
+        """Take one of the results; the others wait for their turn, if there are any."""
         if name not in self._waiting:
-            self._waiting = self.made(slice(None))
+            self._waiting = self.convert(slice(None))
         return self._waiting.pop(name)
 
 
 @dataclass(frozen=True, slots=True)
-class _OneOf:
-    """One parameter of a conversion's."""
+class _StackedPart:
+    """One parameter of those that a conversion makes."""
 
     name: str
-    all: _Converted
+    all: _ConvertedValues
     shape: tuple[int, ...]
 
     def read(self, part: tuple[Any, ...]) -> Tensor:
         first, *others = part
-        if self.all.conversion.stacked or self.all.conversion.by_rows:
-            return self._stacked(first if isinstance(first, slice) else slice(None), others)
-        return self.all.one(self.name)[part].contiguous()
+        if self.all.conversion.is_stacked or self.all.conversion.by_rows:
+            return self._stack(first if isinstance(first, slice) else slice(None), others)
+        return self.all.take(self.name)[part].contiguous()
 
-    def _stacked(self, chosen: slice, others: Sequence[Any]) -> Tensor:
+    def _stack(self, chosen: slice, others: Sequence[Any]) -> Tensor:
         """Some of the stacked tensors; in memory twice is never more than a few of them."""
         start, stop, _ = chosen.indices(self.shape[0])
         each = max(1, -(-(stop - start) // CHUNKS))
         found: Tensor | None = None
         for first in range(start, stop, each):
             last = min(first + each, stop)
-            made = self.all.made(slice(first, last))[self.name][(slice(None), *others)]
+            made = self.all.convert(slice(first, last))[self.name][(slice(None), *others)]
             if found is None:
                 found = made.new_empty(stop - start, *made.shape[1:])
             found[first - start : last - start] = made
         if found is None:
-            return self.all.made(slice(0, 1))[self.name][(slice(0, 0), *others)]
+            return self.all.convert(slice(0, 1))[self.name][(slice(0, 0), *others)]
         return found
 
 
@@ -308,7 +308,7 @@ class Rules:
 
     @classmethod
     def of(cls, model: Any, quantizer: Any = None) -> Rules:
-        """Those of the installed transformers."""
+        """Return the rules of the installed transformers."""
         prefix = getattr(model, "base_model_prefix", "")
         try:
             from transformers.conversion_mapping import get_model_conversion_mapping
@@ -330,7 +330,7 @@ class Rules:
     def place(self, tensor: str, places: Mapping[str, str]) -> tuple[str, str | None]:
         """The name that a tensor has in the model, and the pattern of a conversion it goes into."""
         if not self.renamings and not self.converters:
-            name = self._with_prefix(_renamed(tensor, self.names), places)
+            name = self._with_prefix(_rename(tensor, self.names), places)
             return (name if name in places else self._with_prefix(tensor, places)), None
         from transformers.core_model_loading import rename_source_key
 
@@ -386,7 +386,7 @@ def in_published_form(
             into: re.sub(r"\(.*\)", "", pattern.lstrip("^"))
             for pattern, into in _former_names(model).items()
         }
-        return {_renamed(name, back): tensor for name, tensor in state.items()}
+        return {_rename(name, back): tensor for name, tensor in state.items()}
     if files is not None:
         rules = get_model_conversion_mapping(model)
         renamings = [rule for rule in rules if not hasattr(rule, "operations")]
@@ -394,7 +394,7 @@ def in_published_form(
         for name in sorted(files.names(), key=_by_number):
             rename_source_key(name, renamings, converters)  # the rules note that they were used
         model._weight_conversions = [rule for rule in rules if rule.was_used()]
-    return {name: _own(t) for name, t in revert_weight_conversion(model, state).items()}
+    return {name: _own_copy(t) for name, t in revert_weight_conversion(model, state).items()}
 
 
 def _former_names(model: Any) -> Mapping[str, str]:
@@ -402,8 +402,8 @@ def _former_names(model: Any) -> Mapping[str, str]:
     return getattr(model, "_checkpoint_conversion_mapping", None) or {}
 
 
-def _renamed(name: str, names: Mapping[str, str]) -> str:
-    """By the first pattern that matches, as transformers does it."""
+def _rename(name: str, names: Mapping[str, str]) -> str:
+    """Rename by the first pattern that matches, as transformers does it."""
     for pattern, into in names.items():
         other, count = re.subn(pattern, into, name)
         if count:
@@ -411,7 +411,7 @@ def _renamed(name: str, names: Mapping[str, str]) -> str:
     return name
 
 
-def _own(tensor: Tensor) -> Tensor:
+def _own_copy(tensor: Tensor) -> Tensor:
     """A tensor with memory of its own: pieces of one would be stored as the whole of it."""
     tensor = tensor.contiguous()
     return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
@@ -426,7 +426,7 @@ def _by_number(name: str) -> list[Any]:
 
 
 def _known_beside(model: Any, name: str) -> bool:
-    """Whether an architecture says that its files may have a tensor that it has no use for.
+    """Whether an architecture lists a tensor of its files that it has no use for.
 
     Such are tables that it computes itself, and layers that only others use.
     """

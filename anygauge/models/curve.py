@@ -11,7 +11,7 @@ WIDTH, HEIGHT = 720, 320
 LEFT, RIGHT, TOP, BOTTOM = 64, 16, 32, 40
 COLORS = ("#332288", "#cc6677", "#44aa99", "#999933")
 """Of Paul Tol's muted scheme, safe for people with color blindness."""
-MOST = 400
+MAX_POINTS = 400
 """Points of a line; the losses of neighbouring steps are averaged."""
 TICKS = 5
 
@@ -24,7 +24,7 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
     Args:
         lines: name -> (step, loss in nats per loss token), by step.
     """
-    drawn = {name: _averaged(points) for name, points in lines.items()}
+    drawn = {name: _average(points) for name, points in lines.items()}
     losses = [loss for points in drawn.values() for _, loss in points]
     steps = [step for points in drawn.values() for step, _ in points]
     if not steps or min(steps) == max(steps):
@@ -60,9 +60,9 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
     return "\n".join([*parts, "</svg>\n"])
 
 
-def _averaged(points: Points) -> Points:
+def _average(points: Points) -> Points:
     found = [(step, loss) for step, loss in points if math.isfinite(loss)]
-    size = max(1, math.ceil(len(found) / MOST))
+    size = max(1, math.ceil(len(found) / MAX_POINTS))
     blocks = [found[at : at + size] for at in range(0, len(found), size)]
     return [(block[-1][0], sum(loss for _, loss in block) / len(block)) for block in blocks]
 

@@ -47,7 +47,7 @@ def check_init(init: bool | str) -> None:
     Raises:
         UnsupportedError: says what it needs.
     """
-    if why := NOT_SERVED.get(_method(init)):
+    if why := NOT_SERVED.get(_init_method(init)):
         raise UnsupportedError(
             f"adapter.init: {init} is not supported: it {why}. Use one of true, false, gaussian, "
             "orthogonal, pissa or olora"
@@ -56,10 +56,10 @@ def check_init(init: bool | str) -> None:
 
 def changes_base(init: bool | str) -> bool:
     """Whether factors that begin so are taken out of the base's weights."""
-    return _method(init) in ("pissa", "olora")
+    return _init_method(init) in ("pissa", "olora")
 
 
-def _method(init: bool | str) -> str:
+def _init_method(init: bool | str) -> str:
     return str(init).partition("_niter_")[0]
 
 
@@ -109,7 +109,7 @@ def with_plain_scale(config: Any) -> tuple[Any, dict[str, Any]]:
     if not config.use_rslora and not config.alpha_pattern:
         return config, {}
     plain = copy.copy(config)
-    plain.lora_alpha = tidy(config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1))
+    plain.lora_alpha = to_int(config.lora_alpha * (math.sqrt(config.r) if config.use_rslora else 1))
     plain.use_rslora, plain.alpha_pattern = False, {}
     return plain, {name: getattr(config, name) for name in SCALE_FIELDS}
 
@@ -133,6 +133,6 @@ def scale_factors(adapted: Any, adapter_name: str) -> dict[str, float]:
     return found
 
 
-def tidy(alpha: float) -> Any:
+def to_int(alpha: float) -> Any:
     """peft's type is int, and its readers show it as such."""
     return int(alpha) if float(alpha).is_integer() else alpha

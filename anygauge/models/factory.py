@@ -69,7 +69,7 @@ class CausalModelFactory:
         if section.new_tokens or section.new_special_tokens:
             self.new_tokens = new_tokens(section, self.config, load_tokenizer(section), seed)
             if self.new_tokens is not None:
-                self.new_tokens.enlarge(self.config)
+                self.new_tokens.enlarge_config(self.config)
         self._attention = attention
         self.dtype = dtype
         self._kernels = kernels
@@ -82,7 +82,7 @@ class CausalModelFactory:
 
     @classmethod
     def of(cls, run: RunFile, dtype: torch.dtype, *, attention: str = "eager") -> Self:
-        """That of a run. Args: dtype, attention: see the class."""
+        """Return a run's factory. Args: dtype, attention: see the class."""
         return cls(
             run.model,
             run.adapter,
@@ -96,20 +96,20 @@ class CausalModelFactory:
         )
 
     def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
-        """The same model, built with these."""
+        """Return a factory of the same model, built with these kernels."""
         other = copy.copy(self)
         other._attention, other._kernels = attention, kernels
         return other
 
     def skeleton(self) -> nn.Module:
         """See `ModelFactory.skeleton`; buffers are float32, as the architecture computes them."""
-        model = self._built(self.config)
+        model = self._build(self.config)
         section = quantization(self.section)
         if section is not None:
             quantize_layers(model, section, self.dtype)
         return model
 
-    def _built(self, config: Any) -> nn.Module:
+    def _build(self, config: Any) -> nn.Module:
         from transformers import AutoModelForCausalLM
 
         try:
@@ -148,7 +148,7 @@ class CausalModelFactory:
         # Only now: a dry run needs the configuration, not gigabytes of weights.
         if self._weights is None:
             files = WeightFiles(local_folder(self.section))
-            self._weights = Weights(self._built(self._stored_config), files, self._quantizer)
+            self._weights = Weights(self._build(self._stored_config), files, self._quantizer)
         return self._weights
 
     def check_numbers(self) -> None:
@@ -167,7 +167,7 @@ class CausalModelFactory:
                 "that are not numbers, so no loss can be computed; fetch the model again"
             )
 
-    def published(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
+    def export(self, state: Mapping[str, Tensor], dtype: torch.dtype) -> dict[str, Tensor]:
         """A trained model's tensors, and its stored buffers, in the form that it is published in.
 
         Args:
@@ -188,7 +188,7 @@ class CausalModelFactory:
         prefix = f"{unit}." if unit else ""
         layers = quantized_layers(module)
         if self.section.name is None:
-            drawn = self._drawn(model, unit, names)
+            drawn = self._draw(model, unit, names)
             if part is None:
                 return drawn
             pieces = {
@@ -205,20 +205,20 @@ class CausalModelFactory:
             name = full.removeprefix(prefix)
             expected = tuple(module.get_parameter(name).shape)
             if self.new_tokens is not None:
-                value = self.new_tokens.enlarged(model, full, value)
+                value = self.new_tokens.enlarge_value(model, full, value)
             plain = layers[name].plain_shape if name in layers else expected
             check_shape(weights.files.folder, full, value.shape, plain)
             wanted = (...,) if part is None else part(full, expected)
             read = value.read
             if name in layers:
-                read = functools.partial(_encoded, layers[name], value)
+                read = functools.partial(_encode, layers[name], value)
                 if wanted is None:
                     layers[name].encode(value.read((...,)))  # this rank needs its scales
             if wanted is not None:
                 found[name] = functools.partial(read, wanted)
         return LazyTensors(found)
 
-    def _drawn(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
+    def _draw(self, model: Any, unit: str, names: list[str]) -> dict[str, Tensor]:
         """Initial values by the architecture's own rule, from a generator of this unit's own.
 
         A function of seed and unit: equal on every strategy, device and number of ranks.
@@ -329,7 +329,7 @@ class CausalModelFactory:
                 delta.data.copy_(values["weight"])
 
     def _fill_saved_modules(self, adapted: nn.Module, inner: Mapping[int, str]) -> None:
-        """The same of modules that are trained whole."""
+        """Fill modules that are trained whole, in the same way."""
         for original, trained in saved_modules(adapted):
             prefix = inner[id(original)]
             # Drawn values are a function of the whole layer.
@@ -371,7 +371,7 @@ def _with_zeros(model: nn.Module) -> dict[tuple[int, str], nn.Parameter]:
     return metas
 
 
-def _encoded(layer: QuantizedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
+def _encode(layer: QuantizedLinear, value: Value, part: tuple[Any, ...]) -> Tensor:
     """A part of a layer's codes, made of its weight; what belongs to them becomes the layer's."""
     return layer.encode(value.read((...,)))[part].clone()
 
@@ -403,7 +403,7 @@ def _parameters_without_values() -> Iterator[None]:
 
 
 def _no_initialization() -> Any:
-    """Construct without drawing values: they come from files or from `_drawn`."""
+    """Construct without drawing values: they come from files or from `_draw`."""
     try:
         from transformers.initialization import no_init_weights
     except ImportError:  # before transformers 5

@@ -9,7 +9,7 @@ import sys
 from anygauge.config.schema import ModelSection
 from anygauge.interface import AnygaugeError
 from anygauge.models.hub import download_requests, fetch
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 
 
 def main() -> int:
@@ -27,7 +27,7 @@ def main() -> int:
             ModelSection(name=arguments.name, revision=arguments.revision)
         ):
             found = fetch(request, log=log)
-            log(f"{request.name}: {size(found.new)} fetched, in {found.folder}")
+            log(f"{request.name}: {format_bytes(found.new)} fetched, in {found.folder}")
     except AnygaugeError as error:
         log(f"error: {error}")
         return error.exit_status

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from anygauge.kernels.attention import setting
+from anygauge.kernels.attention import config_value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,10 +47,10 @@ def step_flops(
         seen.add(id(weight))
         shape = getattr(module, "plain_shape", None) or shape_of(weight)
         per_token += math.prod(shape) * (6 if weight.requires_grad else 4)
-    layers = setting(config, "num_hidden_layers") or 0
-    heads = setting(config, "num_attention_heads") or 0
-    size = setting(config, "head_dim") or (
-        (setting(config, "hidden_size") or 0) // heads if heads else 0
+    layers = config_value(config, "num_hidden_layers") or 0
+    heads = config_value(config, "num_attention_heads") or 0
+    size = config_value(config, "head_dim") or (
+        (config_value(config, "hidden_size") or 0) // heads if heads else 0
     )
     # Two products (scores, values) x 2 operations x half the row, three times (forward, backward).
     return StepFlops(per_token=per_token, per_token_and_position=6.0 * layers * heads * size)

@@ -29,7 +29,7 @@ def load_for_inference(
     adapter: Path | None,
     device: torch.device,
     dtype: torch.dtype,
-    attention: str,
+    attention: str | None,
     dequantized: bool = False,
 ) -> Any:
     """The whole model on one device, in evaluation mode.
@@ -37,6 +37,7 @@ def load_for_inference(
     A base that the section, or what lies beside the adapter, says was quantized is quantized again.
 
     Args:
+        attention: the model library's name of a kernel; None: its own choice.
         dequantized: such a base has plain linear layers in `dtype`, with the values of its codes.
 
     Raises:
@@ -97,7 +98,7 @@ def load_for_inference(
 def quantization_of(
     section: ModelSection, adapter: Path | None, dtype: torch.dtype
 ) -> tuple[QuantizeSection | None, torch.dtype]:
-    """How the base is to be quantized, and from which type: as the adapter's record says, if any.
+    """Return how to quantize the base, and from which type: by the adapter's record, if any.
 
     Raises:
         ModelError: the record cannot be read.

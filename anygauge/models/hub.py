@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from anygauge.interface import ModelError
-from anygauge.models.model_files import SINGLE_FILES, causes, weight_map
-from anygauge.util.text import first_line, near_file, size
+from anygauge.models.model_files import SINGLE_FILES, error_chain, weight_map
+from anygauge.util.text import first_line, format_bytes, near_file
 
 if TYPE_CHECKING:
     from anygauge.config.schema import ModelSection
@@ -49,7 +49,7 @@ Progress = Callable[[int, int], None]
 
 
 class HubUnreachableError(ModelError):
-    """No answer of the hub could be had: it may have the model or not.
+    """The hub did not answer: it may have the model or not.
 
     Attributes:
         why: the same without what to do.
@@ -77,7 +77,7 @@ class DownloadRequest:
     code: bool = False
 
     def __str__(self) -> str:
-        """For messages."""
+        """Name the request, for messages."""
         return self.name if self.revision is None else f"{self.name} at {self.revision}"
 
     def needs(self, file: str) -> bool:
@@ -90,8 +90,8 @@ class DownloadRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Fetched:
-    """What became of a request.
+class FetchResult:
+    """The result of a request.
 
     Attributes:
         folder: the copy.
@@ -164,7 +164,7 @@ def copy_of(name: str, revision: str | None) -> Path | None:
 
 
 def needed_copy(field: str, name: str, revision: str | None) -> Path:
-    """The same, which must be there.
+    """Return the same copy, or refuse where it is missing.
 
     Raises:
         ModelError: it is not.
@@ -227,7 +227,7 @@ def fetch(
     request: DownloadRequest,
     progress: Progress | None = None,
     log: Callable[[str], None] = lambda _: None,
-) -> Fetched:
+) -> FetchResult:
     """Bring what is needed of a repository to this machine; what is here is not fetched again.
 
     Where the hub does not answer, a whole copy of an earlier time serves; `log` is told.
@@ -247,19 +247,19 @@ def fetch(
     if known is not None and not lacks and _COMMIT.fullmatch(request.revision or ""):
         there = [path.name for path in known.iterdir()]
         if not request.tokenizer or any(map(_of_tokenizer, there)):
-            return Fetched(folder=known)
+            return FetchResult(folder=known)
     try:
-        with _explained(request):
+        with _explain_errors(request):
             return _fetch(request, known, progress, log)
     except HubUnreachableError as error:
         if known is None or (heavy and lacks):
-            here = "no copy of it" if known is None else f"a part of it, without {_few(lacks)}"
+            here = "no copy of it" if known is None else f"a part of it, without {_names(lacks)}"
             raise HubUnreachableError(f"{error}. This machine has {here}") from None
         if copy_of(request.name, request.revision) != known:
             raise  # a part of a newer commit has arrived, which the name finds from now on
         if not constants.HF_HUB_OFFLINE:
             log(f"{error.why}: using the copy of {request} on this machine, {known}, as it is")
-        return Fetched(folder=known)
+        return FetchResult(folder=known)
 
 
 def _fetch(
@@ -267,7 +267,7 @@ def _fetch(
     known: Path | None,
     progress: Progress | None,
     log: Callable[[str], None],
-) -> Fetched:
+) -> FetchResult:
     """See `fetch`; `known` is the copy that the name finds so far."""
     from huggingface_hub import HfApi
     from huggingface_hub.utils import disable_progress_bars
@@ -298,8 +298,8 @@ def _fetch(
             raise ModelError(f"{request}: {error}") from None
     if lost := [file for file in weights if file not in sizes]:
         raise ModelError(
-            f"{request}: its index names {_few(lost)}, but the repository does not have that; tell "
-            "its authors, or name another revision"
+            f"{request}: its index names {_names(lost)}, but the repository does not have that; "
+            "tell its authors, or name another revision"
         )
     weights = [file for file in weights if file not in {*had, *files}]
     left = 0
@@ -308,11 +308,11 @@ def _fetch(
     new = [sizes[file] for file in [*files, *weights] if file not in had]
     if new:
         number = "1 file" if len(new) == 1 else f"{len(new)} files"
-        log(f"fetching {request}: {number}, {size(sum(new))}")
+        log(f"fetching {request}: {number}, {format_bytes(sum(new))}")
     if weights:
         total = sum(sizes[file] for file in weights)
         _download_weights(request, folder, weights, total, progress or (lambda *_: None))
-    return Fetched(folder=folder, new=sum(new), left=left)
+    return FetchResult(folder=folder, new=sum(new), left=left)
 
 
 def _download(request: DownloadRequest, revision: str | None, files: list[str]) -> Path:
@@ -326,13 +326,13 @@ def _download(request: DownloadRequest, revision: str | None, files: list[str]) 
             break
         except Exception as error:
             # The library tries again after some of these errors; which ones depends on its version.
-            broke_off = isinstance([*causes(error)][-1], HTTPException | ConnectionResetError)
+            broke_off = isinstance([*error_chain(error)][-1], HTTPException | ConnectionResetError)
             if not broke_off or turn == _TRIES - 1:
                 raise
     if lacks := [file for file in files if not (folder / file).exists()]:
         raise ModelError(
-            f"{request}: {_few(lacks)} did not arrive in {folder}: the repository changed, or the "
-            "hub no longer answered. Repeat the command"
+            f"{request}: {_names(lacks)} did not arrive in {folder}: the repository changed, or "
+            "the hub no longer answered. Repeat the command"
         )
     return folder
 
@@ -340,7 +340,7 @@ def _download(request: DownloadRequest, revision: str | None, files: list[str]) 
 def _download_weights(
     request: DownloadRequest, folder: Path, files: list[str], total: int, progress: Progress
 ) -> None:
-    """The same, and tell how many bytes are on the disk: the older library counts only files."""
+    """Download weights, and report the bytes on the disk: the older library counts only files."""
     blobs, shown = folder.parents[1] / "blobs", 0
     before = _bytes_in(blobs)
     with ThreadPoolExecutor(1) as pool:
@@ -362,12 +362,12 @@ def _bytes_in(blobs: Path) -> int:
     return found
 
 
-def _few(files: list[str]) -> str:
+def _names(files: list[str]) -> str:
     more = f" and {len(files) - 3} more" if len(files) > 3 else ""
     return ", ".join(map(repr, files[:3])) + more
 
 
-def _absent(request: DownloadRequest) -> str:
+def _absence(request: DownloadRequest) -> str:
     path = Path(request.name).absolute()
     return f"{request.name!r} is not a folder here (looked at {path}{near_file(path)})"
 
@@ -376,7 +376,7 @@ def _absent(request: DownloadRequest) -> str:
 
 
 @contextlib.contextmanager
-def _explained(request: DownloadRequest) -> Iterator[None]:
+def _explain_errors(request: DownloadRequest) -> Iterator[None]:
     """Turn what the hub's library raises into a `ModelError` with a remedy."""
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -396,10 +396,10 @@ def _explained(request: DownloadRequest) -> Iterator[None]:
 
 
 def _refusal(error: BaseException, status: int | None, request: DownloadRequest) -> str | None:
-    """What is wrong with the request, and what to do; None where the hub did not answer it."""
+    """Explain what is wrong with the request; None where the hub did not answer it."""
     from huggingface_hub import constants, errors, get_token
 
-    name, text, page = request.name, _text(error), f"{constants.ENDPOINT}/{request.name}"
+    name, text, page = request.name, _reason(error), f"{constants.ENDPOINT}/{request.name}"
     log_in = "log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
         account = "the account of your token" if get_token() else f"an account, and {log_in}"
@@ -417,7 +417,7 @@ def _refusal(error: BaseException, status: int | None, request: DownloadRequest)
         known = "the account of your token may see" if get_token() else "is public"
         private = "" if get_token() else f"; for a private one, {log_in}"
         return (
-            f"{_absent(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). Give "
+            f"{_absence(request)}, nor a model of {constants.ENDPOINT} that {known} ({text}). Give "
             f"a run directory, a model folder, or a name of the hub such as owner/name{private}"
         )
     if status is not None and status < 500 and status != 429:
@@ -443,14 +443,14 @@ def _no_answer(
     from huggingface_hub import constants
 
     by_hand = f"python -m anygauge.models.fetch {request.name}"
-    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absent(request)}, and "
+    hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absence(request)}, and "
     if status is not None:
-        absent, why, advice = "", f"{hub} cannot answer now: {_text(error)}", "Try again later"
+        absent, why, advice = "", f"{hub} cannot answer now: {_reason(error)}", "Try again later"
     elif constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
         advice = f"Unset it, or fetch the model while there is a network: {by_hand}"
     else:
-        why = f"{hub} cannot be reached: {first_line([*causes(error)][-1])}"
+        why = f"{hub} cannot be reached: {first_line([*error_chain(error)][-1])}"
         advice = (
             "Check the network, its proxy (HTTPS_PROXY) and HF_ENDPOINT; complete files are kept. "
             "For machines without a network, fetch the model on another machine into the same "
@@ -461,6 +461,6 @@ def _no_answer(
     return found
 
 
-def _text(error: BaseException) -> str:
-    """What the hub said; else a line without addresses and numbers of requests."""
+def _reason(error: BaseException) -> str:
+    """Return the hub's message; else a line without addresses and numbers of requests."""
     return first_line(getattr(error, "server_message", None) or error)

@@ -1,4 +1,4 @@
-"""From a micro-batch to the model's arguments: positions, masks, and whether there is padding.
+"""Turns a micro-batch into the model's arguments: positions, masks, and whether there is padding.
 
 Packed documents are isolated by an explicit mask, built from segment numbers, rather than by what
 a model library infers from position ids: it holds for every attention that takes a mask.
@@ -22,12 +22,12 @@ import torch
 from torch import Tensor, nn
 
 from anygauge.interface import SequencePart, UnsupportedError
-from anygauge.kernels.attention import model_class, setting
+from anygauge.kernels.attention import config_value, model_class
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-_STATED = "anygauge_has_padding"
+_PADDING_FLAG = "anygauge_has_padding"
 _current: list[bool | None] = [None]
 """Of the forward that is under way; None: nobody stated it."""
 
@@ -39,7 +39,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 @dataclass(frozen=True, slots=True)
 class MaskPlan:
-    """What packed rows' masks look like for one model.
+    """The masks of packed rows for one model.
 
     Attributes:
         form: ``additive``, ``boolean`` or ``blocks``.
@@ -93,7 +93,7 @@ def visible(segment_ids: Tensor, window: int | None = None, queries: slice = sli
 
 
 def block_mask(segment_ids: Tensor, window: int | None = None) -> BlockMask:
-    """The same as a block structure: which blocks of positions see each other at all."""
+    """Return the same as a block structure: which blocks of positions see each other at all."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     def seen(batch: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -148,7 +148,7 @@ def model_inputs(
 def plan_masks(
     config: Any, masks_of: str, max_length: int, *, field: str = "data.packing", off: str = "false"
 ) -> MaskPlan:
-    """How to say who sees whom in a model's sequences, as packed rows need it.
+    """Plan how a model's sequences state who sees whom, as packed rows need it.
 
     Args:
         config: of the model.
@@ -173,8 +173,8 @@ def _why_no_masks(config: Any, masks_of: str) -> str:
             "sdpa (model.attention) do"
         )
     other = sorted({*(getattr(config, "layer_types", None) or ())} - {FULL, SLIDING})
-    other += _recurrent(config)
-    if other or not setting(config, "num_attention_heads"):
+    other += _recurrent_fields(config)
+    if other or not config_value(config, "num_attention_heads"):
         what = f"layers of kind {', '.join(other)}" if other else "layers with no attention"
         return f"this model has {what}, on which a mask for each pair of positions has no effect"
     kind: Any = model_class(config)
@@ -200,7 +200,7 @@ def _why_no_masks(config: Any, masks_of: str) -> str:
     return ""
 
 
-def _recurrent(config: Any) -> list[str]:
+def _recurrent_fields(config: Any) -> list[str]:
     """Fields of a configuration that speak of layers with a state that no mask reaches."""
     lists = ("layers_block_type", "block_types", "hybrid_layer_ids", "attn_layer_indices")
     return [
@@ -224,7 +224,7 @@ def _takes_masks(module: Any, config: Any) -> bool:
 
 
 def _windows(config: Any, max_length: int) -> tuple[tuple[str, int | None], ...]:
-    window: int | None = setting(config, "sliding_window")
+    window: int | None = config_value(config, "sliding_window")
     if not window or window >= max_length or not getattr(config, "use_sliding_window", True):
         return (("", None),)
     if kinds := sorted({*(getattr(config, "layer_types", None) or ())}):
@@ -244,7 +244,7 @@ def state_padding(mask: Tensor, has_padding: bool) -> None:
 
     Padding, if there is any, is on the right.
     """
-    setattr(mask, _STATED, has_padding)
+    setattr(mask, _PADDING_FLAG, has_padding)
 
 
 def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) -> None:
@@ -260,7 +260,7 @@ def answer_from_host(model: nn.Module, attention: str, *, causal: bool = False) 
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
     made = ALL_MASK_ATTENTION_FUNCTIONS[attention]
-    if not hasattr(made, _STATED):
+    if not hasattr(made, _PADDING_FLAG):
         AttentionMaskInterface.register(attention, _mask_by_host(made, causal))
     for module in model.modules():
         if isinstance(module, PreTrainedModel):
@@ -280,7 +280,7 @@ def _mask_by_host(made: Callable[..., Any], causal: bool) -> Callable[..., Any]:
             kwargs["allow_is_causal_skip"] = False
         return made(*args, **kwargs)
 
-    setattr(mask, _STATED, True)
+    setattr(mask, _PADDING_FLAG, True)
     return mask
 
 
@@ -301,7 +301,7 @@ def _sees_all_before(request: Mapping[str, Any]) -> bool:
 
 
 def _enter(_: nn.Module, __: Any, kwargs: dict[str, Any]) -> None:
-    _current[0] = getattr(kwargs.get("attention_mask"), _STATED, None)
+    _current[0] = getattr(kwargs.get("attention_mask"), _PADDING_FLAG, None)
 
 
 def _leave(*_: Any) -> None:

@@ -103,7 +103,7 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
         from_codes=None if as_trained is None else relative_difference(merged, as_trained),
     )
     _check_codes(report, adapter, quantized_from)
-    _check(report, relative_difference(merged, base), adapter, stored)
+    _check_merge(report, relative_difference(merged, base), adapter, stored)
     with atomic_folder(output) as part:
         save_model(
             in_published_form(
@@ -119,8 +119,8 @@ def merge(section: ModelSection, adapter: Path, output: Path, files: ResultFiles
         )
         checks = {
             "merged, in float32, from base with adapter": f"{report.from_adapter:.1e}",
-            f"merged, in {_type(stored)}, from base with adapter": f"{report.rounding:.1e}",
-            f"merged, in {_type(stored)}, from the base": f"{report.from_base:.1e}",
+            f"merged, in {_type_name(stored)}, from base with adapter": f"{report.rounding:.1e}",
+            f"merged, in {_type_name(stored)}, from the base": f"{report.from_base:.1e}",
         }
         if report.from_codes is not None:
             checks[f"merged, from the adapter on codes ({report.quantized})"] = (
@@ -157,7 +157,7 @@ def _check_codes(report: MergeReport, adapter: Path, dtype: torch.dtype) -> None
         )
 
 
-def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtype) -> None:
+def _check_merge(report: MergeReport, effect: float, adapter: Path, stored: torch.dtype) -> None:
     if not report.from_adapter <= TOLERANCE:
         raise ResultError(
             f"merging {adapter} went wrong: logits differ by {report.from_adapter:.2e} of their "
@@ -171,9 +171,9 @@ def _check(report: MergeReport, effect: float, adapter: Path, stored: torch.dtyp
     if report.rounding > effect / 2:
         raise ResultError(
             f"the adapter in {adapter} would be lost when the merged weights are rounded to the "
-            f"base's {_type(stored)}: it changes the logits by {effect:.1e} of their norm, and "
-            f"the rounding by {report.rounding:.1e}; nothing was written. Use it without merging, "
-            "or train it for longer"
+            f"base's {_type_name(stored)}: it changes the logits by {effect:.1e} of their norm, "
+            f"and the rounding by {report.rounding:.1e}; nothing was written. Use it without "
+            "merging, or train it for longer"
         )
 
 
@@ -200,7 +200,7 @@ def untie(model: Any) -> bool:
 
 
 def stored_dtype(section: ModelSection) -> torch.dtype:
-    """The type that the base's weights have on disk, as its configuration says."""
+    """Return the type that the base's weights have on disk, by its configuration."""
     from anygauge.models.factory import dtype_name
     from anygauge.models.source import load_config
 
@@ -208,5 +208,5 @@ def stored_dtype(section: ModelSection) -> torch.dtype:
     return getattr(torch, dtype) if isinstance(dtype, str) else dtype
 
 
-def _type(dtype: torch.dtype) -> str:
+def _type_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -48,7 +48,7 @@ class WeightFiles:
         if file not in self._open_files:
             path = self.folder / file
             self._open_files[file] = (
-                _open(path, "pt") if file.endswith(".safetensors") else _pickled(path)
+                _open(path, "pt") if file.endswith(".safetensors") else _load_pickled(path)
             )
         return self._open_files[file]
 
@@ -58,16 +58,16 @@ class WeightFiles:
 
     def read(self, name: str) -> Tensor:
         """One tensor, on the host, in the type it has on disk."""
-        return self.lazily(name).read((...,))
+        return self.lazy_tensor(name).read((...,))
 
-    def lazily(self, name: str) -> LazyTensor:
+    def lazy_tensor(self, name: str) -> LazyTensor:
         """One tensor of which parts can be read."""
         file = self.index[name]
         handle = self._handle(file)
         if isinstance(handle, Mapping):
             tensor = handle[name]
             return LazyTensor(tensor, tuple(tensor.shape), tensor.dtype)
-        with _explained(self.folder / file):
+        with _explain_errors(self.folder / file):
             part = handle.get_slice(name)
             shape = tuple(part.get_shape())
             return LazyTensor(part, shape, (part[:0] if shape else part[()]).dtype)
@@ -111,7 +111,7 @@ class LazyTensors(Mapping[str, "Tensor"]):
 
 
 def check_weights(folder: Path) -> Shapes | None:
-    """Read what weights a folder says that it has, and refuse files that cannot be whole.
+    """Read which weights a folder lists, and refuse files that cannot be whole.
 
     Reads headers, and of PyTorch's own files the first and last bytes, without torch.
 
@@ -125,7 +125,7 @@ def check_weights(folder: Path) -> Shapes | None:
     files = dict.fromkeys(file_of.values())
     for file in files:
         if not file.endswith(".safetensors"):
-            with _explained(folder / file):
+            with _explain_errors(folder / file):
                 _check_archive(folder / file)
     if not all(file.endswith(".safetensors") for file in files):
         return None
@@ -139,7 +139,7 @@ def check_weights(folder: Path) -> Shapes | None:
     return {name: shape for shapes in inside.values() for name, shape in shapes.items()}
 
 
-_KNOWN = ("llama", "mistral", "qwen2", "qwen3")
+_LLAMA_LIKE = ("llama", "mistral", "qwen2", "qwen3")
 """Their decoders differ in the biases and norms of attention alone."""
 
 
@@ -156,17 +156,17 @@ def surely_fit(folder: Path, shapes: Mapping[str, tuple[int, ...]] | None) -> bo
         return False
     try:
         fields = read_json(folder / "config.json")
-        expected = _expected(fields)
+        expected = _expected_shapes(fields)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, ZeroDivisionError):
         return False  # whoever makes the configuration says what is wrong
     return expected == dict(shapes)
 
 
-def _expected(fields: Mapping[str, Any]) -> Shapes | None:
+def _expected_shapes(fields: Mapping[str, Any]) -> Shapes | None:
     kind = fields["model_type"]
     layers = fields["num_hidden_layers"]
     other = ("attention_bias", "mlp_bias", "quantization_config")
-    if kind not in _KNOWN or layers > 1000 or any(fields.get(name) for name in other):
+    if kind not in _LLAMA_LIKE or layers > 1000 or any(fields.get(name) for name in other):
         return None
     hidden, inner, heads = (
         fields[name] for name in ("hidden_size", "intermediate_size", "num_attention_heads")
@@ -217,18 +217,18 @@ def _open(path: Path, framework: str) -> Any:
     """A safetensors file; the library holds its header against its size."""
     from safetensors import safe_open
 
-    with _explained(path):
+    with _explain_errors(path):
         with open_regular(path) as file:
             if file.read(len(_POINTER)) == _POINTER:
                 raise ValueError(_IS_POINTER)
         return safe_open(path, framework=framework, device=HOST_DEVICE)
 
 
-def _pickled(path: Path) -> Mapping[str, Tensor]:
+def _load_pickled(path: Path) -> Mapping[str, Tensor]:
     """The tensors of a file of torch's own."""
     import torch
 
-    with _explained(path):
+    with _explain_errors(path):
         _check_archive(path)
         handle = torch.load(path, map_location=HOST_DEVICE, mmap=True, weights_only=True)
     if not isinstance(handle, dict):
@@ -261,7 +261,7 @@ def _check_archive(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
+def _explain_errors(path: Path) -> Iterator[None]:
     """Say of a file that cannot be read what to do.
 
     Raises:
@@ -303,10 +303,10 @@ def is_pickle_refused(error: BaseException) -> bool:
 
     torch's own text must not reach a user: it advises to load the file without the check.
     """
-    return any(isinstance(each, pickle.UnpicklingError) for each in causes(error))
+    return any(isinstance(each, pickle.UnpicklingError) for each in error_chain(error))
 
 
-def causes(error: BaseException | None) -> Iterator[BaseException]:
+def error_chain(error: BaseException | None) -> Iterator[BaseException]:
     """An error, and those below it that it came of."""
     while error is not None:
         yield error
@@ -359,7 +359,7 @@ def check_folder(folder: Path) -> None:
 
 
 def weight_map(index: Path) -> Mapping[str, str]:
-    """Tensor -> name of its file, as an index tells.
+    """Read an index: tensor -> name of its file.
 
     Raises:
         ModelError: it is not an index, or names something else than files beside it.

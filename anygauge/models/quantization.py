@@ -30,7 +30,7 @@ def quantization(section: ModelSection) -> QuantizeSection | None:
 
 
 def in_words(section: QuantizeSection) -> str:
-    """For records and cards."""
+    """Describe a quantization for records and cards."""
     double = ", double quantization" if section.double_quantization else ""
     return f"{section.type}{double}, by bitsandbytes"
 
@@ -63,7 +63,7 @@ def read_record(adapter: Path | None) -> tuple[QuantizeSection, str] | None:
 
 
 def stored_format(config: Any) -> dict[str, Any] | None:
-    """What a configuration says of the format of its weights; None for plain ones."""
+    """Read the format of the weights from a configuration; None for plain ones."""
     fields = getattr(config, "quantization_config", None)
     if fields is None:
         return None

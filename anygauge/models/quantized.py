@@ -74,17 +74,17 @@ class QuantizedLinear(nn.Linear):
         """The weight, (outputs, inputs), as the codes have it."""
         if self.weight.is_meta:
             return torch.empty(self.plain_shape, dtype=self._from, device="meta")
-        return self._decoded(self._from)
+        return self._decode(self._from)
 
     @abstractmethod
     def encode(self, weight: Tensor) -> Tensor:
         """Codes of a weight on the host; what belongs to them becomes this layer's."""
 
     @abstractmethod
-    def _decoded(self, dtype: torch.dtype) -> Tensor: ...
+    def _decode(self, dtype: torch.dtype) -> Tensor: ...
 
     @abstractmethod
-    def _multiplied(self, x: Tensor) -> Tensor: ...
+    def _multiply(self, x: Tensor) -> Tensor: ...
 
 
 class _Product(torch.autograd.Function):
@@ -95,14 +95,14 @@ class _Product(torch.autograd.Function):
         ctx.layer = layer
         if x.is_meta:  # a plan's: kernels decode into a weight, too
             return nn.functional.linear(x, layer.dequantize().to(x.dtype), layer.bias)
-        return layer._multiplied(x).to(x.dtype)
+        return layer._multiply(x).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         layer = ctx.layer
         if gradient.is_meta:
             return gradient @ layer.dequantize().to(gradient.dtype), None
-        return gradient @ layer._decoded(gradient.dtype), None
+        return gradient @ layer._decode(gradient.dtype), None
 
 
 class Nf4Linear(QuantizedLinear):
@@ -148,7 +148,7 @@ class Nf4Linear(QuantizedLinear):
             self.nested_quant_map = state.state2.code
         return codes
 
-    def _state(self) -> Any:
+    def _quant_state(self) -> Any:
         from bitsandbytes.functional import QuantState
 
         nested = None
@@ -170,17 +170,17 @@ class Nf4Linear(QuantizedLinear):
             state2=nested,
         )
 
-    def _decoded(self, dtype: torch.dtype) -> Tensor:
+    def _decode(self, dtype: torch.dtype) -> Tensor:
         from bitsandbytes.functional import dequantize_4bit
 
-        return dequantize_4bit(self.weight.data, self._state()).to(dtype)
+        return dequantize_4bit(self.weight.data, self._quant_state()).to(dtype)
 
-    def _multiplied(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         from bitsandbytes import matmul_4bit
 
         dtype = self._compute or x.dtype
         bias = None if self.bias is None else self.bias.to(dtype)
-        return matmul_4bit(x.to(dtype), self.weight.data, self._state(), bias=bias)
+        return matmul_4bit(x.to(dtype), self.weight.data, self._quant_state(), bias=bias)
 
 
 class Int8Linear(QuantizedLinear):
@@ -203,11 +203,11 @@ class Int8Linear(QuantizedLinear):
         codes, self.SCB, _ = int8_vectorwise_quant(plain.contiguous())
         return codes
 
-    def _decoded(self, dtype: torch.dtype) -> Tensor:
+    def _decode(self, dtype: torch.dtype) -> Tensor:
         # Multiplied in float32 and rounded once, as bitsandbytes does it.
         return self.weight.data.to(dtype, copy=True).mul_(self.SCB.mul(1 / 127).unsqueeze(1))
 
-    def _multiplied(self, x: Tensor) -> Tensor:
+    def _multiply(self, x: Tensor) -> Tensor:
         from bitsandbytes import MatmulLtState, matmul
 
         state = MatmulLtState()
@@ -277,7 +277,7 @@ def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
 
 
 def transformers_config(section: QuantizeSection, dtype: torch.dtype) -> Any:
-    """The same for `from_pretrained`.
+    """Return the same settings for `from_pretrained`.
 
     Args:
         dtype: the model's.

@@ -13,7 +13,7 @@ from anygauge.kernels.loss import base_of
 PRODUCTS = {"aten::mm": 0, "aten::bmm": 0, "aten::addmm": 1, "aten::baddbmm": 1}
 """Torch's matrix products, and which argument is the first factor."""
 
-CHEAP = 8
+CHEAP_RATIO = 8
 """A product of (m, k) and (k, n) is made again where n is more than so many times k: that of an
 adapter's second factor costs little, and is as large as the layer's own."""
 
@@ -77,5 +77,5 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
     kept = name.startswith(ATTENTION)
     if name in PRODUCTS:
         second = args[PRODUCTS[name] + 1]
-        kept = second.shape[-1] <= CHEAP * second.shape[-2]
+        kept = second.shape[-1] <= CHEAP_RATIO * second.shape[-2]
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,4 +1,4 @@
-"""What stands beside a result's weights: the base's own files, changed where training changed them.
+"""Writes the files beside a result's weights: the base's own, changed where training changed them.
 
 The library's `save_pretrained` writes each of them anew, in the words of its own version. An older
 one then reads other numbers from a configuration, or cannot load a tokenizer.

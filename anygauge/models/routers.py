@@ -31,7 +31,7 @@ def add_router_loss(model: Any, coefficient: float) -> None:
     formula = vars(sys.modules[type(causal).__module__]).get(FORMULA)
     experts = getattr(causal, "num_experts", None)
     chosen = getattr(causal, "num_experts_per_tok", None)
-    recorded = _recorded(causal)
+    recorded = _router_output(causal)
     if formula is None or recorded is None or experts is None or chosen is None:
         raise UnsupportedError(
             f"train.router_aux_loss_coef: {type(causal).__name__} models have no auxiliary loss in "
@@ -74,7 +74,7 @@ def add_router_loss(model: Any, coefficient: float) -> None:
     replace_forward(causal, forward)
 
 
-def _recorded(causal: Any) -> tuple[type[nn.Module], int] | None:
+def _router_output(causal: Any) -> tuple[type[nn.Module], int] | None:
     """The kind of module that gives router logits, and their place in its output."""
     for module in causal.modules():
         recorder = (getattr(module, "_can_record_outputs", None) or {}).get("router_logits")

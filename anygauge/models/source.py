@@ -1,4 +1,4 @@
-"""Where a model comes from: its folder or hub name, and its configuration. Imports no torch."""
+"""Finds a model: its folder or hub name, and its configuration. Imports no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 from anygauge.config.schema import ModelSection
 from anygauge.interface import Collectives, ModelError
-from anygauge.kernels.attention import setting
+from anygauge.kernels.attention import config_value
 from anygauge.models.hub import CONFIG, download_requests, names_hub, needed_copy
 from anygauge.models.model_files import check_folder, read_fields
 
@@ -68,7 +68,7 @@ def check_one_commit(section: ModelSection, collectives: Collectives) -> None:
 
 
 def _refuse_run(folder: Path) -> None:
-    """Where a run's folder, or an adapter's, is named for a model: say which was meant."""
+    """Refuse a run's folder, or an adapter's, in place of a model; name the likely one."""
     if (folder / CONFIG).exists():
         return
     if (folder / "model" / CONFIG).is_file():
@@ -108,7 +108,7 @@ def load_config(section: ModelSection) -> Any:
         written = _as_written(section)
         check_sizes(SimpleNamespace(**written), field)
         _check_type(written.get("model_type"), field)
-        raise ModelError(f"{field}: {_reason(error)}") from error
+        raise ModelError(f"{field}: {_error_reason(error)}") from error
     check_sizes(config, field)
     return config
 
@@ -126,7 +126,7 @@ def _as_written(section: ModelSection) -> dict[str, Any]:
     return {}
 
 
-def _reason(error: Exception) -> str:
+def _error_reason(error: Exception) -> str:
     """The reason of an error of the library, whose first line may only name its validator."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
@@ -173,13 +173,13 @@ def check_written(section: ModelSection, config: Any) -> None:
     missing = [
         name
         for name in ("hidden_size", LAYERS[0])
-        if isinstance(setting(config, name), int)
+        if isinstance(config_value(config, name), int)
         and not isinstance(getattr(type(config), name, None), property)
         and not {name, config.attribute_map.get(name)} & written.keys()
     ]
     if missing:
         one = "model.config" if section.config is not None else f"model.name: {section.name}"
-        usual = " and ".join(str(setting(config, name)) for name in missing)
+        usual = " and ".join(str(config_value(config, name)) for name in missing)
         raise ModelError(
             f"{one}: does not set {' or '.join(missing)}; transformers would use {usual}, from "
             f"another model. Add {'it' if len(missing) == 1 else 'them'}"
@@ -193,7 +193,7 @@ def check_sizes(config: Any, where: str) -> None:
         ModelError: names field and value.
     """
     for name in (*LAYERS, *_SIZES):
-        value = setting(config, name)
+        value = config_value(config, name)
         if value is None or isinstance(value, list | tuple | dict):
             continue  # some architectures count by layer
         if isinstance(getattr(type(config), name, None), property):

@@ -66,7 +66,7 @@ def load_tokenizer(section: ModelSection) -> Any:
 
 
 def tokenizer_source(section: ModelSection) -> Path:
-    """Where the tokenizer's files are: as it is named, or this machine's copy of the hub's."""
+    """Return the tokenizer's folder as it is named, or this machine's copy of the hub's."""
     if section.tokenizer is None:
         return local_folder(section)
     if names_hub(section.tokenizer):
@@ -111,11 +111,11 @@ def token_names(section: ModelSection) -> tuple[list[str], list[str]]:
     Raises:
         ModelError: a file cannot be read.
     """
-    plain = _listed(section.new_tokens, "model.new_tokens")
-    return plain, _listed(section.new_special_tokens, "model.new_special_tokens")
+    plain = _read_list(section.new_tokens, "model.new_tokens")
+    return plain, _read_list(section.new_special_tokens, "model.new_special_tokens")
 
 
-def _listed(given: str | list[str], field: str) -> list[str]:
+def _read_list(given: str | list[str], field: str) -> list[str]:
     if not isinstance(given, str):
         return given
     try:

@@ -22,8 +22,8 @@ TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 orders, and every sum is rounded to the type's digits."""
 
 ROUNDINGS = 4
-"""A larger difference is rounding up to so many times what `_rounding` finds. There products are
-rounded alike and attention is not; between a device and the host all are rounded independently,
+"""A larger difference is rounding up to so many times what `_rounding_effect` finds. There products
+are rounded alike and attention is not; between a device and the host all are rounded independently,
 which gave twice as much (32 layers of Llama, 0.1B parameters)."""
 
 HEADROOM = 1.25
@@ -35,12 +35,12 @@ UNVERIFIED = "-unverified"
 
 
 class VerificationError(ModelError):
-    """What was saved does not give what was trained."""
+    """The saved result does not give what the trained model gives."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verification:
-    """What was checked of a saved result.
+    """What the check of a saved result found.
 
     Attributes:
         reloaded: whether it was loaded from its files.
@@ -57,7 +57,7 @@ class Verification:
     why: str
 
     def record(self) -> dict[str, Any]:
-        """For JSON."""
+        """Return the figures for JSON."""
         return asdict(self)
 
 
@@ -136,11 +136,11 @@ def verify(
                 effect = relative_difference(model(**inputs).logits, trained)
     difference = relative_difference(logits, trained)
     # Deep and wide models round more than any constant says.
-    rounding = _rounding(model, inputs, logits) if difference > TOLERANCE[dtype] else 0.0
+    rounding = _rounding_effect(model, inputs, logits) if difference > TOLERANCE[dtype] else 0.0
     return judge(difference, effect, dtype=dtype, name=name, rounding=rounding)
 
 
-def _rounding(model: Any, inputs: dict[str, Any], logits: Tensor) -> float:
+def _rounding_effect(model: Any, inputs: dict[str, Any], logits: Tensor) -> float:
     """How far the same weights' logits move if attention adds up in another order.
 
     0 where a model's attention has one form only.
@@ -155,7 +155,7 @@ def _rounding(model: Any, inputs: dict[str, Any], logits: Tensor) -> float:
 
 
 @contextlib.contextmanager
-def proving(name: str) -> Iterator[None]:
+def failing_safely(name: str) -> Iterator[None]:
     """Turn whatever goes wrong into a failed verification: files that were written are not lost.
 
     Raises:

@@ -23,7 +23,7 @@ _BLOCK = 8192
 
 
 @dataclass(frozen=True, slots=True)
-class Enlarged:
+class EnlargedValue:
     """A value with some of its rows given anew, and with as many more as that takes.
 
     Args:
@@ -78,12 +78,12 @@ class NewTokens:
 
     @property
     def ids(self) -> list[int]:
-        """Their numbers."""
+        """The new tokens' numbers."""
         return list(range(self.first, self.first + self.count))
 
     @property
     def rows(self) -> int:
-        """Of the embedding, with them."""
+        """Rows of the embedding, with the new tokens."""
         return max(self.rows_before, self.first + self.count)
 
     def __str__(self) -> str:
@@ -96,11 +96,11 @@ class NewTokens:
             f"{self.rows} rows, {self.rows_before} before"
         )
 
-    def enlarge(self, config: Any) -> None:
+    def enlarge_config(self, config: Any) -> None:
         """Have a model's configuration count them."""
         config.get_text_config().vocab_size = self.rows
 
-    def enlarged(self, model: Any, name: str, value: Value) -> Value:
+    def enlarge_value(self, model: Any, name: str, value: Value) -> Value:
         """A parameter's value with the new tokens' rows, where it has a row for each token.
 
         Args:
@@ -113,13 +113,13 @@ class NewTokens:
         if name not in self._known:
             draw = zlib.crc32(f"{self.seed}:new rows of {name}".encode())
             self._known[name] = start_rows(value, self.first, self.count, self.start, draw)
-        return Enlarged(value, self._known[name], self.first)
+        return EnlargedValue(value, self._known[name], self.first)
 
 
 def start_rows(
     value: Value, before: int, count: int, start: Literal["mean", "normal"], seed: int
 ) -> Tensor:
-    """What new rows begin with: (count, ...) float32, equal wherever it is asked.
+    """Return what new rows begin with: (count, ...) float32, equal on every rank.
 
     ``mean`` is that of the rows that tokens had before. ``normal`` draws from a normal with their
     mean and covariance: for rows x of mean m and weights w from a standard normal,

@@ -18,7 +18,7 @@ from anygauge.util.text import first_line
 WEIGHTS_FILE = "adapter_model.safetensors"
 CONFIG_FILE = "adapter_config.json"
 
-KEPT = {
+SAVED_FIELDS = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
     *("modules_to_save", "trainable_token_indices", "fan_in_fan_out", "task_type"),
     *("target_modules", "exclude_modules", "target_parameters"),
@@ -26,7 +26,7 @@ KEPT = {
 }
 """What a saved configuration decides."""
 
-IGNORED = {
+OTHER_FIELDS = {
     *("peft_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
     *("inference_mode", "lora_dropout", "megatron_core", "runtime_config"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config", "qalora_group_size"),
@@ -80,7 +80,7 @@ def read_config(folder: Path, *, dropout: float) -> tuple[Any, bool]:
             f"adapter.start_from: {folder} is a {kind} adapter; anygauge trains only LORA adapters"
         )
     _refuse_other_kinds(fields, LoraConfig(), path)
-    kept = {name: value for name, value in fields.items() if name in KEPT}
+    kept = {name: value for name, value in fields.items() if name in SAVED_FIELDS}
     try:
         config = LoraConfig(**kept, bias="none", lora_dropout=dropout)
         trained = copy.copy(config)
@@ -102,11 +102,11 @@ def _trained_as(weights: Path) -> dict[str, Any]:
         with safe_open(weights, framework="pt") as file:
             return dict(json.loads((file.metadata() or {}).get(TRAINED_AS, "{}")))
     except (OSError, SafetensorError):
-        return {}  # `fill` says what is wrong with the file
+        return {}  # `fill_adapter` says what is wrong with the file
 
 
 def _refuse_other_kinds(fields: Mapping[str, Any], usual: Any, path: Path) -> None:
-    for name in sorted(fields.keys() - KEPT - IGNORED):
+    for name in sorted(fields.keys() - SAVED_FIELDS - OTHER_FIELDS):
         value = fields[name]
         if name == "init_lora_weights":
             sound = value in SOUND_STARTS
@@ -128,7 +128,7 @@ def check_given(
     built: Mapping[str, Factors],
     folder: Path,
 ) -> None:
-    """Refuse fields of the run file that say something else than the saved adapter.
+    """Refuse fields of the run file that contradict the saved adapter.
 
     Args:
         planned: layers that the run file names, or None where it leaves them to the adapter.
@@ -148,10 +148,10 @@ def check_given(
     different: dict[str, tuple[object, object]] = {
         f"adapter.{name}": (getattr(section, name), value)
         for name, value in saved.items()
-        if name in section.given and getattr(section, name) != value
+        if name in section.own_fields and getattr(section, name) != value
     }
     if planned is not None:
-        if "groups" not in section.given:  # one rank and alpha for all, which were compared above
+        if "groups" not in section.own_fields:  # one rank and alpha for all, compared above
             planned = {name: built.get(name, factors) for name, factors in planned.items()}
         if (name := first_difference(planned, built)) is not None:
             different[f"adapter.targets or adapter.groups: layer {name}"] = (
@@ -204,7 +204,7 @@ def check_rows(model: Any, config: Any, new: NewTokens | None, folder: Path) -> 
         )
 
 
-def fill(
+def fill_adapter(
     adapted: Any, folder: Path, adapter_name: str, *, values: bool, rescale: bool = False
 ) -> None:
     """Give the trained parameters the saved tensors' values, in the parameters' own type.

@@ -1,4 +1,4 @@
-"""What to change of a run, what else its ranks could be, and the largest of it that fits."""
+"""Finds what to change of a run, what else its ranks could be, and the largest of it that fits."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantizeSection
+from anygauge.config.yaml_text import write_flow
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Trials, with_changes
@@ -22,9 +22,9 @@ from anygauge.registry.specs import load_options
 from anygauge.training.auto import AUTO
 from anygauge.training.build_strategy import share_of
 
-USEFUL = 0.01
+MIN_GAIN = 0.01
 """Of a card's memory: a change that gains less, and no verdict, is left out."""
-SHORTEST = 128
+MIN_LENGTH = 128
 """Tokens of a row that is not made shorter."""
 BATCH, ROWS = "train.micro_batch_size", "data.max_length"
 DEGREES = ("cp", "tp", "pp")
@@ -54,15 +54,15 @@ class Choice:
 
     @property
     def options(self) -> list[str]:
-        """Its lines for a command line, each to stand behind ``--set``."""
+        """The lines for a command line, each to stand behind ``--set``."""
         lines = dict(self.lines)
         section = dict(lines.pop("strategy", {}))
         if section:
             lines["strategy"] = section.pop("name")
         lines |= {f"strategy.{name}": value for name, value in section.items()}
-        return [f"{path}={_inline(value)}" for path, value in lines.items()]
+        return [f"{path}={write_flow(value)}" for path, value in lines.items()]
 
-    def tried(self, run: RunFile, target: Target, tried: Trials) -> Choice:
+    def plan(self, run: RunFile, target: Target, tried: Trials) -> Choice:
         """This one, planned; a refusal is an answer."""
         try:
             run = with_changes(run, self.lines) if self.lines else run
@@ -71,16 +71,11 @@ class Choice:
             return replace(self, why=str(error))
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         none = dict.fromkeys(("ranks", "phase", "fit", "time"))
         found = {"name": self.name, "lines": dict(self.lines), "set": self.options}
         trial = none if self.trial is None else self.trial.record()
         return {**found, "why": self.why or None, **trial}
-
-
-def _inline(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 # -- what to change --------------------------------------------------------------------------------
@@ -102,7 +97,7 @@ def _eight_changes(
             for p in registry.kernels
             if p.spec.operation == LOSS and p.spec.default and not p.spec.device_types
         ]
-    sharded, offloaded, all_offloaded = _lighter(run, registry)
+    sharded, offloaded, all_offloaded = _lighter_runs(run, registry)
     yield sharded if ranks > 1 else []
     size, share = run.train.sequences_at_once(parts), run.train.global_batch_size // parts
     most = min(size - 1, batch.lines.get(BATCH, 1))
@@ -115,7 +110,7 @@ def _eight_changes(
     yield all_offloaded
     yield list(_smaller_base(run))
     length = rows.lines.get(ROWS, run.data.max_length // 2)
-    if SHORTEST <= length < run.data.max_length:
+    if MIN_LENGTH <= length < run.data.max_length:
         yield [Choice("longer rows are cut", {ROWS: length})]
 
 
@@ -134,7 +129,7 @@ def _smaller_base(run: RunFile) -> Iterator[Choice]:
         yield Choice(scales, {"model.quantize": double})
 
 
-def _lighter(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
+def _lighter_runs(run: RunFile, registry: Registry) -> Sequence[list[Choice]]:
     """What strategies propose: to divide, to offload some of it, to offload all; the run's own
     first, then the fastest. Nothing that takes no less than what the run has."""
     section = values_of(run)["strategy"]
@@ -171,11 +166,11 @@ def what_to_change(trial: Trial, tried: Trials, batch: Choice, rows: Choice) -> 
     for ways in _eight_changes(trial, tried.registry, batch, rows):
         found: list[Choice] = []
         for way in ways:
-            found.append(way.tried(trial.run, trial.target, tried))
+            found.append(way.plan(trial.run, trial.target, tried))
             if found[-1].margin >= 0:
                 break
         best = max(found, key=lambda one: one.margin, default=Choice(""))
-        gained = best.margin - trial.margin > USEFUL * trial.fit.memory
+        gained = best.margin - trial.margin > MIN_GAIN * trial.fit.memory
         if gained or best.margin >= 0 > trial.margin:
             yield best
 
@@ -200,7 +195,7 @@ def largest_batch(trial: Trial, tried: Trials) -> Choice:
         return {BATCH: size, "train.global_batch_size": size * forwards}
 
     ended_by = f"no more than {MOST_SEQUENCES:,} are tried"
-    return _largest("batch", trial, tried, lines, (size, 1, MOST_SEQUENCES), ended_by)
+    return _find_largest("batch", trial, tried, lines, (size, 1, MOST_SEQUENCES), ended_by)
 
 
 def longest_rows(trial: Trial, tried: Trials) -> Choice:
@@ -209,10 +204,10 @@ def longest_rows(trial: Trial, tried: Trials) -> Choice:
     if (positions := trial.memory.positions) and positions < most:
         most, ended_by = positions, "the model was made for no more positions"
     sizes = trial.run.data.max_length, TOKENS, most
-    return _largest("rows", trial, tried, lambda size: {ROWS: size}, sizes, ended_by)
+    return _find_largest("rows", trial, tried, lambda size: {ROWS: size}, sizes, ended_by)
 
 
-def _largest(
+def _find_largest(
     name: str,
     trial: Trial,
     tried: Trials,
@@ -220,7 +215,7 @@ def _largest(
     sizes: tuple[int, int, int],
     ended_by: str,
 ) -> Choice:
-    """What the formula through known plans says, until a plan of that agrees.
+    """Search with the formula through known plans, until a plan agrees.
 
     Args:
         sizes: the run's, of which multiples are tried, and the most that is.
@@ -237,10 +232,10 @@ def _largest(
         largest = most if over is None else (over - 1) // unit * unit
         if not best < least <= largest:
             break
-        guess = _solved(plans) if len(plans) > 1 else first * (2 if trial.fits else 0.5)
+        guess = _solve(plans) if len(plans) > 1 else first * (2 if trial.fits else 0.5)
         number = most if guess >= most else int(guess) // unit * unit
         number = max(least, min(number, largest))
-        found = Choice(name, lines(number)).tried(trial.run, trial.target, tried)
+        found = Choice(name, lines(number)).plan(trial.run, trial.target, tried)
         if found.trial is None:
             most, ended_by = best, f"{number:,} is refused: {found.why}"
             break
@@ -251,8 +246,8 @@ def _largest(
     return Choice(name, lines(best), plans[best], ended_by if best + unit > most else "")
 
 
-def _solved(plans: Mapping[int, Trial]) -> float:
-    """Where nothing is left: by a line through two plans, or between two that are far apart."""
+def _solve(plans: Mapping[int, Trial]) -> float:
+    """Find where nothing is left: by a line through two plans, or between two far ones."""
     margins = sorted(((n, one.margin) for n, one in plans.items()), key=lambda one: abs(one[1]))
     fitting = [one for one in margins if one[1] >= 0][:1]
     over = [one for one in margins if one[1] < 0][:1]
@@ -303,12 +298,12 @@ def try_strategies(trial: Trial, tried: Trials) -> Sequence[Choice]:
     """Every layout of a run's ranks: those that fit first, the fastest first."""
 
     def order(row: Choice) -> tuple[bool, bool, float]:
-        """Without a time, by what is needed."""
+        """Sort by time, or by need where there is no time."""
         if (found := row.trial) is None:
             return True, True, 0
-        needed = found.memory.worst[1].total if found.fit is None else found.fit.needed
+        needed = found.memory.worst_phase[1].total if found.fit is None else found.fit.needs
         slow = needed if found.time is None else found.time.step
         return False, found.fit is not None and not found.fit.fits, slow
 
     layouts = _layouts(tried.registry, trial.ranks, trial.run.launch.devices)
-    return sorted((one.tried(trial.run, trial.target, tried) for one in layouts), key=order)
+    return sorted((one.plan(trial.run, trial.target, tried) for one in layouts), key=order)

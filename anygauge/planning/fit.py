@@ -26,7 +26,7 @@ SLACK = 0.05
 """Of the tensors: what an allocator holds on top of them (published runs: 3 to 10%)."""
 RESERVED = GIB
 """Of a card whose description does not say what its context takes."""
-CONNECTED = 2 * GIB
+BUFFERS = 2 * GIB
 """More for the buffers of collectives, where ranks have any (published: 1 to 2 GiB)."""
 PROCESS = 2 * GIB
 """Of the host, for each rank: Python, torch and the libraries of a device, before any tensor."""
@@ -53,39 +53,39 @@ class Fit:
     shared: Mapping[str, tuple[int, int | None]] = field(default_factory=dict)
 
     def with_margins(self, tensors: int) -> int:
-        """What is needed for so many bytes of tensors."""
+        """Return what so many bytes of tensors need."""
         return tensors + round(SLACK * tensors) + self.fixed
 
     @property
-    def needed(self) -> int:
+    def needs(self) -> int:
         """All together."""
         return self.with_margins(self.tensors)
 
     @property
-    def left(self) -> int:
+    def free(self) -> int:
         """What stays free; below zero: what is missing."""
-        return self.memory - self.needed
+        return self.memory - self.needs
 
     @property
     def margin(self) -> int:
         """The least that is left of anything; below zero: the run does not fit."""
         shared = (has - needed for needed, has in self.shared.values() if has is not None)
-        return min((self.left, *shared))
+        return min((self.free, *shared))
 
     @property
-    def lacking(self) -> Mapping[str, int]:
+    def shortages(self) -> Mapping[str, int]:
         """What there is too little of, the card's memory first -> bytes that are missing."""
-        found = {"memory": (self.needed, self.memory), **self.shared}
+        found = {"memory": (self.needs, self.memory), **self.shared}
         return {k: need - has for k, (need, has) in found.items() if has is not None and need > has}
 
     @property
     def fits(self) -> bool:
         """Whether all is there that is known to be needed."""
-        return not self.lacking
+        return not self.shortages
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
-        return {**asdict(self), "needed": self.needed, "left": self.left, "fits": self.fits}
+        """Return what JSON can hold."""
+        return {**asdict(self), "needed": self.needs, "left": self.free, "fits": self.fits}
 
 
 def fit(
@@ -107,8 +107,8 @@ def fit(
     if card.memory is None:
         return None
     fixed = RESERVED if card.reserved is None else card.reserved
-    fixed += CONNECTED if ranks > 1 and not card.shared_memory else 0
-    phase, peak = found.worst
+    fixed += BUFFERS if ranks > 1 and not card.shared_memory else 0
+    phase, peak = found.worst_phase
     shared: dict[str, tuple[int, int | None]] = {}
     if found.host:
         # Planned as if it were in the host's memory.
@@ -147,7 +147,7 @@ _SIZES = ("hidden_size", "intermediate_size", "num_hidden_layers", "vocab_size")
 
 
 def most_bytes(run: RunFile, parts: int) -> int | None:
-    """More than a rank of this run can take of its device; None: arithmetic does not tell.
+    """Bound what a rank of this run can take of its device; None: arithmetic does not tell.
 
     It does for decoders that state all of their sizes, held whole on each rank.
 
@@ -159,17 +159,17 @@ def most_bytes(run: RunFile, parts: int) -> int | None:
         return None
     if any(name.endswith("_config") for name in fields):
         return None  # a model of several, such as one that sees
-    sizes = [_largest(fields.get(name)) for name in _SIZES]
+    sizes = [_largest_size(fields.get(name)) for name in _SIZES]
     if not all(sizes):
         return None
     hidden, inner, layers, words = sizes
-    inner = max(inner, *(_largest(v) for k, v in fields.items() if "intermediate" in k))
-    heads = max(1, _largest(fields.get("num_attention_heads")))
-    wide = max(hidden, heads * _largest(fields.get("head_dim")))
-    experts = max([1, *(_largest(v) for k, v in fields.items() if "expert" in k)])
+    inner = max(inner, *(_largest_size(v) for k, v in fields.items() if "intermediate" in k))
+    heads = max(1, _largest_size(fields.get("num_attention_heads")))
+    wide = max(hidden, heads * _largest_size(fields.get("head_dim")))
+    experts = max([1, *(_largest_size(v) for k, v in fields.items() if "expert" in k)])
     whole = layers * 4 * hidden * (wide + inner * (experts + 1)) + 2 * words * hidden
     trained = whole
-    if adapter is not None and not (adapter.given & _MORE_IS_TRAINED or adapter.start_from):
+    if adapter is not None and not (adapter.own_fields & _MORE_IS_TRAINED or adapter.start_from):
         ends = 4 * (hidden + wide) + 4 * (hidden + inner) * (experts + 1)
         trained = min(whole, adapter.r * (layers * ends + 2 * (hidden + words)))
     length = run.data.max_length
@@ -191,8 +191,8 @@ def _configuration(run: RunFile) -> Mapping[str, Any]:
     return fields if isinstance(fields, dict) else {}
 
 
-def _largest(value: Any) -> int:
+def _largest_size(value: Any) -> int:
     """A size, or the largest of a list of them; 0 for what is none."""
     if isinstance(value, list | tuple):
-        return max(map(_largest, value), default=0)
+        return max(map(_largest_size, value), default=0)
     return value if isinstance(value, int) and not isinstance(value, bool) else 0

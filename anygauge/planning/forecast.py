@@ -14,7 +14,7 @@ PHASES = (LOAD, FORWARD, LOSS, BACKWARD, UPDATE, EVALUATION, SAVE)
 
 @dataclass(kw_only=True, slots=True)
 class Work:
-    """Of one optimizer step of one rank.
+    """The work of one optimizer step of one rank.
 
     Attributes:
         flops: type -> floating point operations of matrix products, recomputed ones among them.
@@ -34,8 +34,8 @@ class Work:
     operations: float = 0.0
     traffic: tuple[Traffic, ...] = ()
 
-    def plus(self, other: Work, times: float = 1.0) -> Work:
-        """With so many times the traced operations of another one."""
+    def add(self, other: Work, times: float = 1.0) -> Work:
+        """Return the sum with so many times the traced operations of another one."""
         flops = dict(self.flops)
         for kind, count in other.flops.items():
             flops[kind] = flops.get(kind, 0.0) + times * count
@@ -62,7 +62,7 @@ class Peak:
 
     @classmethod
     def of(cls, *parts: Mapping[str, int]) -> Peak:
-        """What several have together."""
+        """Return the peak of several together."""
         kinds: dict[str, int] = {}
         for part in parts:
             for kind, size in part.items():
@@ -105,7 +105,7 @@ class RunMemory:
     compiled: str = ""
 
     @property
-    def worst(self) -> tuple[str, Peak]:
+    def worst_phase(self) -> tuple[str, Peak]:
         """The phase that takes most of the device."""
         phase = max(self.device, key=lambda name: self.device[name].total)
         return phase, self.device[phase]

@@ -19,7 +19,7 @@ from typing import Annotated, Any, TypeVar
 from anygauge.interface import BackendSpec, Card, PluginError, UnknownNameError, UsageError
 from anygauge.interface.hardware import Bytes, Link, Number, Rate, figure, figures_of, read_tables
 from anygauge.registry import BLOCK_VARIABLE, PluginFailure, Provided, Registry
-from anygauge.util.text import describe, listed
+from anygauge.util.text import describe, join_names
 
 _PAGE = "docs/hardware.md"
 
@@ -96,8 +96,8 @@ class Hardware:
         Raises:
             UsageError: a user's file cannot be read, or says what cannot be.
         """
-        shipped, failures = _shipped(registry)
-        users = [_users(Path(file)) for file in files]
+        shipped, failures = _read_shipped(registry)
+        users = [_read_user_file(Path(file)) for file in files]
         ask = {backend.spec.name: backend.spec.this_machine for backend in registry.backends}
         cards = _by_name([one for one, _ in shipped], [one for one, _ in users])
         machines = _by_name([one for _, one in shipped], [one for _, one in users])
@@ -105,13 +105,13 @@ class Hardware:
 
     @property
     def cards(self) -> tuple[Card, ...]:
-        """All cards, by name; what is asked of the machine at hand is not filled in."""
-        return _all(self._cards)
+        """All cards, by name, without the figures that the machine at hand gives."""
+        return _sorted(self._cards)
 
     @property
     def machines(self) -> tuple[Machine, ...]:
         """All machines, by name, as they are described."""
-        return _all(self._machines)
+        return _sorted(self._machines)
 
     def card(self, name: str) -> Card:
         """The card of a name, or of one of its other names.
@@ -132,8 +132,8 @@ class Hardware:
         Raises:
             PluginError: several plugins describe it.
         """
-        found = _find(self._cards, names[0]) if len(names) == 1 else None
-        return self._with_answers(found) if found is not None and found.asked else found
+        found = _find_name(self._cards, names[0]) if len(names) == 1 else None
+        return self._with_answers(found) if found is not None and found.to_measure else found
 
     def machine(self, name: str) -> Machine:
         """The machine of a name; ``h100:8`` is one of eight such cards, ``h100`` of one.
@@ -146,7 +146,7 @@ class Hardware:
             PluginError: several plugins describe it.
             UsageError: the number is none, or its description lacks its card or their number.
         """
-        found = _find(self._machines, name) or self._of_cards(name)
+        found = _find_name(self._machines, name) or self._of_cards(name)
         if not found.card or not found.cards:
             raise UsageError(
                 f"{found.origin}: [machine.{found.name}] lacks "
@@ -160,7 +160,7 @@ class Hardware:
         return replace(found, link=card.link) if found.link is None else found
 
     def note_on(self, machine: Machine) -> str:
-        """What to say of a machine that is imagined, and which described one has such cards."""
+        """Return a note on a machine that is imagined, and which described one has such cards."""
         if not machine.imagined:
             return ""
         said = (
@@ -174,7 +174,7 @@ class Hardware:
 
     def _of_cards(self, name: str) -> Machine:
         card, colon, count = name.partition(":")
-        found = _find(self._cards, card)
+        found = _find_name(self._cards, card)
         if found is None:
             raise UnknownNameError(self._unknown("machine", name, (*self.machines, *self.cards)))
         if colon and not (count.strip().isdecimal() and 0 < int(count) <= 1024):
@@ -190,12 +190,12 @@ class Hardware:
 
     def _with_cards(self, card: str) -> list[Machine]:
         """The described machines that have a card, the largest first."""
-        known = self._cards[_plain(card)]
-        having = [m for m in self.machines if m.cards and self._cards.get(_plain(m.card)) == known]
+        known = self._cards[_key(card)]
+        having = [m for m in self.machines if m.cards and self._cards.get(_key(m.card)) == known]
         return sorted(having, key=lambda one: -one.cards)
 
     def _with_answers(self, card: Card) -> Card:
-        """With what the machine at hand says; what it does not say stays None."""
+        """Fill in what the machine at hand reports; the rest stays None."""
         if card.backend not in self._ask:
             raise UsageError(
                 f"{card.origin}: [card.{card.name}] leaves figures to this machine, and "
@@ -208,19 +208,19 @@ class Hardware:
             raise PluginError(
                 f"card {card.name!r} of {card.origin}: asking this machine raised {describe(error)}"
             ) from error
-        return replace(card, **{key: numbers[key] for key in card.asked if key in numbers})
+        return replace(card, **{key: numbers[key] for key in card.to_measure if key in numbers})
 
     def _unknown(self, kind: str, name: str, valid: Sequence[Card | Machine]) -> str:
-        """With up to three names: those that begin alike, then those that are spelt alike."""
-        plain = _plain(name.partition(":")[0])
-        spelt = {_plain(other): one.name for one in valid for other in (one.name, *one.names)}
+        """Suggest up to three names: those that begin alike, then those that are spelt alike."""
+        plain = _key(name.partition(":")[0])
+        spelt = {_key(other): one.name for one in valid for other in (one.name, *one.names)}
         near = sorted(one for one in spelt if len(plain) > 1 and one.startswith(plain))
         near += difflib.get_close_matches(plain, spelt, n=5)
         nearest = list(dict.fromkeys(repr(spelt[one]) for one in near))[:3]
         hint = f"; did you mean {' or '.join(nearest)}?" if near else ""
-        cards = f"  cards: {listed(card.name for card in self.cards)}"
+        cards = f"  cards: {join_names(card.name for card in self.cards)}"
         machines = (
-            f"  machines: {listed(machine.name for machine in self.machines)}",
+            f"  machines: {join_names(machine.name for machine in self.machines)}",
             "  or a card and how many of it, as in CARD:8",
         )
         unread = (
@@ -232,7 +232,7 @@ class Hardware:
         return "\n".join([first, *(machines if kind == "machine" else ()), cards, *unread, own])
 
 
-def _plain(name: str) -> str:
+def _key(name: str) -> str:
     """A name as it is compared."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
@@ -243,16 +243,16 @@ def _by_name(
     """Plain name -> whose it is: several where plugins' descriptions are at odds."""
     found: dict[str, list[DescribedT]] = {}
     for one in chain.from_iterable(shipped):
-        for name in {_plain(one.name), *map(_plain, one.names)}:
+        for name in {_key(one.name), *map(_key, one.names)}:
             found.setdefault(name, []).append(one)
     for over in chain.from_iterable(users):
-        base = found.get(_plain(over.name), ())
-        merged = _over(base[0], over) if len(base) == 1 else over
-        found |= {_plain(name): [merged] for name in (merged.name, *merged.names)}
+        base = found.get(_key(over.name), ())
+        merged = _override(base[0], over) if len(base) == 1 else over
+        found |= {_key(name): [merged] for name in (merged.name, *merged.names)}
     return found
 
 
-def _over(base: DescribedT, over: DescribedT) -> DescribedT:
+def _override(base: DescribedT, over: DescribedT) -> DescribedT:
     """A description with each figure that another one has."""
     changed: dict[str, Any] = {"origin": f"{base.origin} and {over.origin}"}
     for name in {one.name for one in fields(over)} - {"name", "origin"}:
@@ -264,14 +264,14 @@ def _over(base: DescribedT, over: DescribedT) -> DescribedT:
     return replace(base, **changed)
 
 
-def _all(found: Mapping[str, Sequence[DescribedT]]) -> tuple[DescribedT, ...]:
+def _sorted(found: Mapping[str, Sequence[DescribedT]]) -> tuple[DescribedT, ...]:
     one_each = {listed[0].name: listed[0] for listed in found.values() if len(listed) == 1}
     return tuple(one_each[name] for name in sorted(one_each))
 
 
-def _find(found: Mapping[str, Sequence[DescribedT]], name: str) -> DescribedT | None:
+def _find_name(found: Mapping[str, Sequence[DescribedT]], name: str) -> DescribedT | None:
     """Raises: PluginError: several plugins describe it."""
-    listed = found.get(_plain(name), ())
+    listed = found.get(_key(name), ())
     if len(listed) > 1:
         raise PluginError(
             f"{name!r} is described by {' and '.join(one.origin for one in listed)}; uninstall all "
@@ -284,7 +284,7 @@ def _find(found: Mapping[str, Sequence[DescribedT]], name: str) -> DescribedT | 
 Described = tuple[Sequence[Card], Sequence[Machine]]
 
 
-def _shipped(registry: Registry) -> tuple[list[Described], list[PluginFailure]]:
+def _read_shipped(registry: Registry) -> tuple[list[Described], list[PluginFailure]]:
     """What the plugins' files describe; several specs may name one file."""
     found: list[Described] = []
     failures: list[PluginFailure] = []
@@ -302,7 +302,7 @@ def _shipped(registry: Registry) -> tuple[list[Described], list[PluginFailure]]:
     return found, failures
 
 
-def _users(file: Path) -> Described:
+def _read_user_file(file: Path) -> Described:
     """Raises: UsageError: it cannot be read, or says what cannot be."""
     try:
         return read_hardware(file.read_text(encoding="utf-8"), str(file), sourced=False)
@@ -316,7 +316,7 @@ def _users(file: Path) -> Described:
 
 
 def measured_file() -> Path:
-    """In the user's folder of configurations, as XDG has it."""
+    """Return the path in the user's folder of configurations, as XDG has it."""
     folder = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
     return Path(folder) / "anygauge" / "measured.toml"
 

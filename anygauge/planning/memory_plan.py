@@ -1,4 +1,4 @@
-"""From a run file to what its ranks hold and compute: a strategy's bytes, and a traced layer."""
+"""Plans a run file's memory and work: a strategy's bytes, and a traced layer."""
 
 from __future__ import annotations
 
@@ -99,14 +99,14 @@ def _plan_rank(
     model = _whole_model(run.model, run.adapter, factory)
     workload = workload_of(run, registry, backend, precision, rank, world_size, model)
     estimate = memory_of(strategy, workload)
-    kinds = _kinds(model, factory.config.get_text_config(), workload)
+    kinds = _layer_kinds(model, factory.config.get_text_config(), workload)
     # The first layers, until each kind of them was there.
     few = _of_depth(factory, min(len(kinds), max(2, 1 + max(map(kinds.index, kinds)))))
-    kernels, names = _kernels(run, registry, backend, few)
+    kernels, names = _traced_kernels(run, registry, backend, few)
     part, staged = workload.share.sequence, bool(estimate.stages)
     if part not in traces:
         few = few.with_kernels(kernels.attention.name, kernels.model)
-        traces[part] = _traced(run, few, kernels, strategy, workload, staged=staged)
+        traces[part] = _trace_run(run, few, kernels, strategy, workload, staged=staged)
     trace = traces[part]
     of_kind: dict[Any, LayerTrace] = {}
     for kind, layer in zip(kinds, trace.layers, strict=False):
@@ -120,13 +120,13 @@ def _plan_rank(
     numbers = sum(p.numel() for p in every)
     numbers += sum(math.prod(c.plain_shape) - c.weight.numel() for c in codes)
     buffers = sum(b.nbytes for b in model.buffers() if not b.is_meta)
-    device = _device(estimate, trace, layers, buffers)
+    device = _device_peaks(estimate, trace, layers, buffers)
     held, uncompiled = backend.graph.held, {}
     if held is not None:
         uncompiled = device
         trace = replace(trace, loss=round(held.share * trace.loss))
-        layers = [_compiled(one, held) for one in layers]
-        device = _device(estimate, trace, layers, buffers)
+        layers = [_fused_trace(one, held) for one in layers]
+        device = _device_peaks(estimate, trace, layers, buffers)
     host: dict[str, Peak] = {}
     for moment, held_there in estimate.host.items():
         phase, peak = _PHASE_OF.get(moment, moment), Peak.of(held_there)
@@ -138,7 +138,7 @@ def _plan_rank(
     return RunMemory(
         device=device,
         host=host,
-        work=_work(estimate, trace, layers, workload),
+        work=_step_work(estimate, trace, layers, workload),
         model_flops=(flops.per_token, flops.per_token_and_position),
         strategy=strategy.description,
         precision=precision,
@@ -232,7 +232,7 @@ def _rotate_on_host(module: nn.Module) -> None:
 
 
 def _of_depth(factory: CausalModelFactory, layers: int) -> CausalModelFactory:
-    """The same model with its first layers alone; what it says of each layer is cut as well."""
+    """Return the same model with its first layers alone; per-layer settings are cut as well."""
     other = copy.copy(factory)
     other.config = copy.deepcopy(factory.config)
     config = other.config.get_text_config()
@@ -246,8 +246,8 @@ def _of_depth(factory: CausalModelFactory, layers: int) -> CausalModelFactory:
     return other
 
 
-def _kinds(model: nn.Module, config: Any, workload: Workload) -> list[Any]:
-    """What tells each decoder layer from others: its parameters, and what is said of it."""
+def _layer_kinds(model: nn.Module, config: Any, workload: Workload) -> list[Any]:
+    """Return what tells each decoder layer from others: its parameters and its settings."""
     layers = list(decoder_layers(model))
     lists = [
         value
@@ -267,7 +267,7 @@ def _kinds(model: nn.Module, config: Any, workload: Workload) -> list[Any]:
 # -- what is traced --------------------------------------------------------------------------------
 
 
-def _traced(
+def _trace_run(
     run: RunFile,
     factory: CausalModelFactory,
     kernels: KernelPlan,
@@ -296,7 +296,7 @@ def _traced(
 def _micro_batch(
     workload: Workload, masks: MaskPlan, part: SequencePart | None, *, packing: bool
 ) -> Mapping[str, Any]:
-    """One of the largest size, on the meta device."""
+    """Make a micro-batch of the largest size, on the meta device."""
     length = workload.length
     if part is not None:
         length += -length % part.count
@@ -310,8 +310,8 @@ def _micro_batch(
     return {**inputs, "shift_labels": ids[:, workload.share.positions(length)]}
 
 
-class _Traced(Backend):
-    """What is asked for kernels in place of a run's backend: those for all devices alone serve."""
+class _TracedBackend(Backend):
+    """Stands in for a run's backend when kernels are chosen: those for all devices alone serve."""
 
     device_type = "meta"
 
@@ -323,7 +323,7 @@ class _Traced(Backend):
         self.capabilities = other.capabilities
 
 
-def _kernels(
+def _traced_kernels(
     run: RunFile, registry: Registry, backend: Backend, factory: CausalModelFactory
 ) -> tuple[KernelPlan, dict[str, str]]:
     """What a run's kernels are, with plain ones of as much memory for those of its device.
@@ -334,7 +334,7 @@ def _kernels(
     Raises:
         AnygaugeError: what the run would refuse.
     """
-    traced = _Traced(backend)
+    traced = _TracedBackend(backend)
     fused = register_attention(FUSED)
     specs = {(p.spec.operation, p.spec.name): p.spec for p in registry.kernels}
     everywhere = sorted(key for key, one in specs.items() if one.default and not one.device_types)
@@ -369,7 +369,7 @@ def _kernels(
 # -- put together ----------------------------------------------------------------------------------
 
 
-def _device(
+def _device_peaks(
     estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace], buffers: int
 ) -> dict[str, Peak]:
     """The most that is there at once, by phase.
@@ -387,7 +387,7 @@ def _device(
         found[phase] = max(found.get(phase, peak), peak, key=lambda one: one.total)
 
     stages = _stages(estimate, layers)
-    kept = [_kept(trace, layers, stage) for stage in stages]
+    kept = [_kept_bytes(trace, layers, stage) for stage in stages]
     of_all = sum(stage.in_flight * size for stage, size in zip(stages, kept, strict=True))
     for moment in (at.LOAD, at.UPDATE, at.SAVE):
         hold(moment, moment)
@@ -425,8 +425,8 @@ def _stages(estimate: MemoryEstimate, layers: Sequence[LayerTrace]) -> Sequence[
     return estimate.stages or (HeldLayers(0, len(layers)),)
 
 
-def _kept(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) -> int:
-    """Of one micro-batch from a stage's forward until its backward.
+def _kept_bytes(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) -> int:
+    """Count a micro-batch's bytes from a stage's forward until its backward.
 
     What later stages are given lies in buffers that are the strategy's.
     """
@@ -435,7 +435,7 @@ def _kept(trace: ModelTrace, layers: Sequence[LayerTrace], stage: HeldLayers) ->
     return size + (trace.loss_kept if stage.end == len(layers) else 0)
 
 
-def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
+def _fused_trace(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
     """What a graph compiler has of a layer at once; what is kept for backward stays."""
 
     def part(size: int) -> int:
@@ -450,19 +450,19 @@ def _compiled(layer: LayerTrace, held: HeldAtOnce) -> LayerTrace:
     )
 
 
-def _work(
+def _step_work(
     estimate: MemoryEstimate, trace: ModelTrace, layers: Sequence[LayerTrace], workload: Workload
 ) -> Work:
-    """Of one step."""
+    """Sum the work of one step."""
     once = Work()
     for stage in _stages(estimate, layers):
         for layer in layers[stage.first : stage.end]:
-            once = once.plus(layer.work)
+            once = once.add(layer.work)
         if stage.first == 0:
-            once = once.plus(trace.work).plus(trace.head, -1.0)
+            once = once.add(trace.work).add(trace.head, -1.0)
         if stage.end == len(layers):
-            once = once.plus(trace.head)
-    step = Work().plus(once, workload.accumulation)
+            once = once.add(trace.head)
+    step = Work().add(once, workload.accumulation)
     return replace(
         step,
         other_bytes=step.other_bytes + estimate.other_bytes,

@@ -1,9 +1,9 @@
 """How long a step takes: what a rank computes, moves and sends, by the rates of its card.
 
 A roofline with few constants, which hold for all cards; where a card's own rates were measured
-(``anygauge plan --calibrate``), those are taken. `COPIED`, `SENT`, `ISSUE` and `OVERLAP` are those
-that meet half of the published runs best (``python -m tests.planning.published --fit``). Imports no
-torch.
+(``anygauge plan --calibrate``), those are taken. `COPY_SHARE`, `SEND_SHARE`, `ISSUE_S` and
+`OVERLAP` are those that meet half of the published runs best (``python -m tests.planning.published
+--fit``). Imports no torch.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from anygauge.interface import AnygaugeError, Card
 from anygauge.planning.forecast import Traffic, Work
 from anygauge.planning.machines import Machine
 
-REACHED = 0.8
+MATMUL_SHARE = 0.8
 """Of a card's peak: what large matrix products reach, where nobody has measured it."""
-COPIED = 0.435
+COPY_SHARE = 0.435
 """Of the memory's bandwidth: what operations reach that only read and write."""
-SENT = 0.7
+SEND_SHARE = 0.7
 """Of a link's or a network's rate: what large collectives reach."""
 HOST = 100e9
 """Bytes per second that the operations of a machine's host read and write, all ranks together: an
 optimizer that updates there."""
-LITTLE = 2**20
+STEP_BYTES = 2**20
 """Bytes that every step copies to its host or from it: rows, a loss."""
-CALL = 30e-6
+CALL_S = 30e-6
 """Seconds that a collective takes before any byte is sent."""
-ISSUE = 24.7e-6
+ISSUE_S = 24.7e-6
 """Seconds that a host takes for each operation, with the layers of Python around it."""
 OVERLAP = 0.43
 """Of the shorter of computing and sending: what runs beside the other."""
@@ -42,7 +42,7 @@ class UnknownRateError(AnygaugeError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Duration:
-    """Of one optimizer step of the rank that takes longest, in seconds.
+    """The time of one optimizer step of the rank that takes longest, in seconds.
 
     Attributes:
         multiplying: matrix products, attention among them.
@@ -75,7 +75,7 @@ class Duration:
 
     @property
     def tokens_per_s(self) -> float:
-        """Of all cards together."""
+        """The speed of all cards together."""
         return self.tokens / self.step
 
     @property
@@ -84,11 +84,11 @@ class Duration:
         return None if self.peak is None else self.flops / self.step / self.peak
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         return {**asdict(self), "tokens_per_s": self.tokens_per_s, "mfu": self.mfu}
 
 
-def duration(
+def step_duration(
     work: Work,
     card: Card,
     ranks: int,
@@ -115,11 +115,11 @@ def duration(
     """
     # Ranks whose device is the host share its processors and its memory.
     card = card.of_ranks(per_machine)
-    copied = _known(card.copy, COPIED, card.bandwidth, card, "bandwidth")
-    multiplying = sum(count / _multiplied(card, kind) for kind, count in work.flops.items())
+    copied = _rate(card.copy, COPY_SHARE, card.bandwidth, card, "bandwidth")
+    multiplying = sum(count / _matmul_rate(card, kind) for kind, count in work.flops.items())
     multiplying = max(multiplying, work.matrix_bytes / copied)
     moving = work.other_bytes / copied
-    issuing = work.operations * (ISSUE if card.issue is None else card.issue)
+    issuing = work.operations * (ISSUE_S if card.issue is None else card.issue)
     computing = multiplying + moving
     if card.shared_memory:
         computing += issuing
@@ -129,12 +129,12 @@ def duration(
     sending = {"cards": 0.0, "machines": 0.0}
     waited = 0.0
     for one in work.traffic:
-        link, seconds = _sending(one, card, per_machine, machine)
+        link, seconds = _send_time(one, card, per_machine, machine)
         sending[link] += seconds
         waited += seconds if one.waited else 0.0
     copying = 0.0
-    if work.copied_bytes > LITTLE:
-        copying = work.copied_bytes / _known(None, SENT, card.host_link, card, "host_link")
+    if work.copied_bytes > STEP_BYTES:
+        copying = work.copied_bytes / _rate(None, SEND_SHARE, card.host_link, card, "host_link")
     on_host = work.host_bytes * per_machine / HOST
     beside = sum(sending.values()) - waited + copying
     hidden = 0.0 if card.shared_memory else OVERLAP * min(computing, beside)
@@ -158,13 +158,13 @@ def duration(
     )
 
 
-def _multiplied(card: Card, kind: str) -> float:
+def _matmul_rate(card: Card, kind: str) -> float:
     """Operations per second of large matrix products of a type."""
     rates = [card.matmul.get(kind), card.flops.get(kind)]
-    return _known(rates[0], REACHED, rates[1], card, f"flops.{kind}")
+    return _rate(rates[0], MATMUL_SHARE, rates[1], card, f"flops.{kind}")
 
 
-def _known(
+def _rate(
     measured: float | None, part: float, published: float | None, card: Card, name: str
 ) -> float:
     if measured is not None:
@@ -178,15 +178,15 @@ def _known(
     return part * published
 
 
-def _sending(
+def _send_time(
     one: Traffic, card: Card, per_machine: int, machine: Machine | None
 ) -> tuple[str, float]:
     """Over which link, and how long."""
-    call = CALL if card.call is None else card.call
-    if not one.spans(per_machine):
+    call = CALL_S if card.call is None else card.call
+    if not one.crosses_machines(per_machine):
         link = card.link if machine is None or machine.link is None else machine.link
-        rate = _known(card.exchange, SENT, link, card, "link")
-        return "cards", one.times * call + one.wire / rate
+        rate = _rate(card.exchange, SEND_SHARE, link, card, "link")
+        return "cards", one.times * call + one.wire_bytes / rate
     if machine is None or not machine.network:
         named = "no machine is named"
         if machine is not None:
@@ -199,4 +199,4 @@ def _sending(
     # A ring enters and leaves each machine once; as many rings as a machine's ranks have groups.
     here = sum(rank // per_machine == one.group[0] // per_machine for rank in one.group)
     rings = per_machine / here
-    return "machines", one.times * call + one.wire * rings / (SENT * machine.network)
+    return "machines", one.times * call + one.wire_bytes * rings / (SEND_SHARE * machine.network)

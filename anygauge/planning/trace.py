@@ -29,7 +29,7 @@ from anygauge.planning.forecast import Work
 from anygauge.strategies.shared.materialize import decoder_layers
 
 ops = torch.ops.aten
-UNTOUCHED = ("_unsafe_view", "resize_", "set_")
+METADATA_OPS = ("_unsafe_view", "resize_", "set_")
 """Operations that say what there is, and touch none of it; so do those that make it empty."""
 
 Moment = tuple[str, int]
@@ -129,18 +129,18 @@ class _Trace(TorchDispatchMode):
         if func is ops.logsumexp.default:
             with self:  # its parts are seen
                 return _logsumexp(*args, **kwargs)
-        result = self._answered(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         self._count(func, args, kwargs, result)
         for value in result if isinstance(result, tuple | list) else (result,):
             if isinstance(value, Tensor):
-                self._see(value.untyped_storage())
+                self._track(value.untyped_storage())
         self.most[self.moment] = max(self.most[self.moment], self.live)
         return result
 
     def _count(self, func: Any, args: Any, kwargs: Mapping[str, Any], result: Any) -> None:
         """Add the work of an operation that is done."""
         name, work = func.overloadpacket.__name__, self.work[self.moment]
-        if func.is_view or func.namespace != "aten" or name in UNTOUCHED or "empty" in name:
+        if func.is_view or func.namespace != "aten" or name in METADATA_OPS or "empty" in name:
             return
         touched: tuple[Any, ...] = (args, kwargs, result)
         if func is ops.embedding.default:  # of its table it reads as much as it writes
@@ -163,7 +163,7 @@ class _Trace(TorchDispatchMode):
         work, name = self.work[self.moment], str(dtype).removeprefix("torch.")
         work.flops = {**work.flops, name: work.flops.get(name, 0.0) + flops}
 
-    def _see(self, storage: torch.UntypedStorage) -> None:
+    def _track(self, storage: torch.UntypedStorage) -> None:
         address, size = storage._cdata, storage.nbytes()
         if address in self._seen:
             return
@@ -176,7 +176,7 @@ class _Trace(TorchDispatchMode):
 
         weakref.finalize(storage, gone)
 
-    def _answered(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    def _run(self, func: Any, args: Any, kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives out; a value that somebody asks for is zero.
 
         Indices of what is not zero are as many as there can be.
@@ -227,7 +227,7 @@ def trace_model(
             # From here on it is the strategy's.
             parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
     layers = list(decoder_layers(model))
-    with _Trace(model, all_set=all_set) as trace, _watched(trace, layers):
+    with _Trace(model, all_set=all_set) as trace, _watch(trace, layers):
         outputs: Any = model(**batch())
         loss = model_loss(outputs)
         outputs = outputs if holds_outputs else None
@@ -237,14 +237,14 @@ def trace_model(
             loss.backward()
         del loss, outputs
     model.eval()
-    with _Trace(model, all_set=all_set) as evaluated, _watched(evaluated, layers), torch.no_grad():
+    with _Trace(model, all_set=all_set) as evaluated, _watch(evaluated, layers), torch.no_grad():
         model_loss(model(**batch()))
     trained = [sum(p.requires_grad for p in layer.parameters()) for layer in layers]
     return _of_moments(trace, evaluated, trained)
 
 
 @contextmanager
-def _watched(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
+def _watch(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
     """Tell a trace which layer is at work."""
     last, handles = len(layers) - 1, []
 
@@ -298,7 +298,7 @@ def _of_moments(trace: _Trace, evaluated: _Trace, trained: Sequence[int]) -> Mod
         return max(0, trace.most.get(moment, 0) - beside)
 
     def work(*moments: Moment) -> Work:
-        return functools.reduce(Work.plus, (trace.work.get(one, Work()) for one in moments), Work())
+        return functools.reduce(Work.add, (trace.work.get(one, Work()) for one in moments), Work())
 
     starts = [trace.entered[FORWARD, index] for index in range(layers)] + [trace.entered[LOSS, 0]]
     base = starts[0]

@@ -17,7 +17,7 @@ from anygauge.interface import AnygaugeError, Backend, Card, RunFileError, Unsup
 from anygauge.planning.fit import Fit, fit, on_disk
 from anygauge.planning.forecast import RunMemory
 from anygauge.planning.machines import Machine
-from anygauge.planning.time import Duration, UnknownRateError, duration
+from anygauge.planning.time import Duration, UnknownRateError, step_duration
 from anygauge.registry import Registry
 from anygauge.strategies.shared.degrees import stages_per_rank
 from anygauge.training.auto import AUTO, candidates
@@ -27,7 +27,7 @@ from anygauge.util.text import describe
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """What runs are held against.
+    """The machine that runs are planned for.
 
     Attributes:
         backend: that they would have.
@@ -76,11 +76,11 @@ class Trial:
         return self.fit.margin
 
     def record(self) -> dict[str, Any]:
-        """What JSON can hold."""
+        """Return what JSON can hold."""
         fit, time = self.fit, self.time
         return {
             "ranks": self.ranks,
-            "phase": self.memory.worst[0],
+            "phase": self.memory.worst_phase[0],
             "fit": None if fit is None else fit.record(),
             "time": None if time is None else time.record(),
         }
@@ -134,7 +134,7 @@ class Trials:
         return Trial(run=run, target=target, memory=memory, fit=held, time=step, untimed=untimed)
 
     def first_that_fits(self, forms: Sequence[RunFile], target: Target) -> Trial:
-        """Of several forms of a run; where none fits, the one that lacks least.
+        """Find the first of several forms of a run that fits; else the one that lacks least.
 
         Raises:
             AnygaugeError: all are refused; why the first is.
@@ -167,13 +167,13 @@ class Trials:
             rows, length = run.train.micro_batch_size, run.data.max_length
             subject = f"{run.strategy.name} on {ranks} ranks, {rows} x {length:,} tokens"
             with self._waiting(f"planning {subject}"):
-                self._memories[key] = self._planned(run, backend, ranks)
+                self._memories[key] = self._try_plan(run, backend, ranks)
         found = self._memories[key]
         if isinstance(found, AnygaugeError):
             raise found
         return found
 
-    def _planned(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
+    def _try_plan(self, run: RunFile, backend: Backend, ranks: int) -> RunMemory | AnygaugeError:
         if self._plan is None:  # it imports what takes long
             from anygauge.models.source import quiet_libraries
             from anygauge.planning.memory_plan import plan_run
@@ -189,7 +189,7 @@ class Trials:
 
 
 def fast_types(card: Card) -> list[str]:
-    """What runs may compute in, of which a card has rates; the one that ``auto`` takes first."""
+    """List the types that runs may compute in and a card has rates of, ``auto``'s choice first."""
     return [kind for kind in AUTO_ORDER if kind in {**card.flops, **card.matmul}]
 
 
@@ -221,7 +221,7 @@ def estimate_step_time(
     rounds *= stages_per_rank(run.strategy) if stages > 1 else 1
     per_token, per_position = memory.model_flops
     try:
-        return duration(
+        return step_duration(
             memory.work,
             target.card,
             ranks,

@@ -102,7 +102,7 @@ def load_plugin(found: Plugin, value: str) -> LoadedPlugin:
     try:
         manager.register(module)
     except pluggy.PluginValidationError as error:
-        raise PluginError(_flat(error)) from error
+        raise PluginError(_on_one_line(error)) from error
     _check_hook_names(manager, module)
     implemented = {caller.name for caller in manager.get_hookcallers(module) or ()}
     if not implemented:
@@ -113,7 +113,7 @@ def load_plugin(found: Plugin, value: str) -> LoadedPlugin:
     for hook, (_, kind) in KINDS.items():
         if hook not in implemented:
             continue
-        for spec in _call(manager, hook, kind):
+        for spec in _call_hook(manager, hook, kind):
             _check_spec(spec, hook, kind, found.distribution)
             provided.append(Provided(**asdict(found), spec=spec))
     return LoadedPlugin(**asdict(found), manager=manager, provided=tuple(provided))
@@ -126,7 +126,7 @@ def _check_hook_names(manager: pluggy.PluginManager, module: ModuleType) -> None
     except pluggy.PluginValidationError as error:
         unknown = [c.name for c in manager.get_hookcallers(module) or () if not c.has_spec()]
         complaints = [f"unknown hook {name!r}{did_you_mean(name, HOOK_NAMES)}" for name in unknown]
-        raise PluginError("; ".join(complaints) or _flat(error)) from error
+        raise PluginError("; ".join(complaints) or _on_one_line(error)) from error
     for name, value in vars(module).items():
         own = inspect.isfunction(value) and value.__module__ == module.__name__
         if own and not hasattr(value, f"{PROJECT}_impl") and did_you_mean(name, HOOK_NAMES, 0.9):
@@ -137,7 +137,7 @@ def _check_hook_names(manager: pluggy.PluginManager, module: ModuleType) -> None
             )
 
 
-def _call(manager: pluggy.PluginManager, hook: str, kind: type[AnySpec]) -> Iterable[Any]:
+def _call_hook(manager: pluggy.PluginManager, hook: str, kind: type[AnySpec]) -> Iterable[Any]:
     """The specs that the one plugin of `manager` gives for a hook."""
     try:
         results = getattr(manager.hook, hook)()
@@ -184,6 +184,6 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], distribution: str) ->
             raise PluginError(f"{title}: priority {spec.priority!r} is not an integer")
 
 
-def _flat(error: BaseException) -> str:
+def _on_one_line(error: BaseException) -> str:
     """Pluggy's messages on one line."""
     return " ".join(str(error).split())

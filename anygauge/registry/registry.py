@@ -38,7 +38,7 @@ from anygauge.registry.load_plugins import (
 )
 from anygauge.registry.loading import entry_points, load_plugin, normal_name
 from anygauge.registry.specs import guarded_probe, load_factory, read_options
-from anygauge.util.text import describe, did_you_mean, listed
+from anygauge.util.text import describe, did_you_mean, join_names
 
 
 def missing_of(spec: StrategySpec) -> str:
@@ -154,7 +154,7 @@ class Registry:
         return {provided.spec.name: guarded_probe(provided) for provided in self.backends}
 
     def absent_plugins(self) -> list[tuple[Plugin, str]]:
-        """Plugins that could not be asked, and why; what they would provide is not known."""
+        """List plugins that did not answer, and why; what they would provide is not known."""
         failed = [(plugin, f"failed to load: {plugin.reason}") for plugin in self.failures]
         why = f"is blocked by {BLOCK_VARIABLE}"
         return [*failed, *((plugin, why) for plugin in self.blocked)]
@@ -210,7 +210,7 @@ class Registry:
             valid.append(AUTO)
         message = (
             f"there is no {kind} named {name!r}{did_you_mean(name, valid) or ';'} "
-            f"valid names: {listed(valid)}"
+            f"valid names: {join_names(valid)}"
         )
         lines = self._backend_lines() if kind == "backend" else []
         for plugin, why in self.absent_plugins():
@@ -231,9 +231,9 @@ class Registry:
 
 def installed_plugins() -> Registry:
     """The plugins of this process, looked for once for each path that it may import from."""
-    return _loaded(tuple(sys.path), os.environ.get(BLOCK_VARIABLE, ""))
+    return _load_registry(tuple(sys.path), os.environ.get(BLOCK_VARIABLE, ""))
 
 
 @functools.cache
-def _loaded(path: tuple[str, ...], blocked: str) -> Registry:
+def _load_registry(path: tuple[str, ...], blocked: str) -> Registry:
     return Registry.load({BLOCK_VARIABLE: blocked})

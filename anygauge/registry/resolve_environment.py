@@ -51,21 +51,21 @@ class ResolvedSetting:
         return self.setting.name
 
     def record(self, *, values: bool = False) -> dict[str, Any]:
-        """The decision as plain values for files and screens; `values` as of `shown`."""
+        """The decision as plain values for files and screens; `values` as of `display`."""
         return {
             "name": self.name,
-            "value": None if self.value is None else self.shown(self.value, values=values),
+            "value": None if self.value is None else self.display(self.value, values=values),
             "scope": self.setting.scope.value,
             "set_by": self.origin,
             "reason": self.setting.reason,
             "source": self.setting.source,
             "overruled": [
-                {"by": origin, "value": self.shown(value, values=values)}
+                {"by": origin, "value": self.display(value, values=values)}
                 for origin, value in self.overruled
             ],
         }
 
-    def shown(self, value: str | None, *, values: bool = False) -> str:
+    def display(self, value: str | None, *, values: bool = False) -> str:
         """One of its values for screens and records.
 
         Hidden are secrets, by name or in the value, and, without `values`, what the run file sets.
@@ -111,7 +111,7 @@ def resolve_environment(
         RunFileError: the backend cannot work with the outcome.
     """
     titles = [p.title for p in registry.backends if p.spec.name == backend.name]
-    own = _proposed(
+    own = _proposed_settings(
         titles[0] if titles else f"backend {backend.name!r}",
         "environment()",
         lambda: [backend.environment(job, node, local_rank)],
@@ -135,12 +135,12 @@ def resolve_environment(
             source="the user's environment",
         )
         offers[name].insert(0, (USER, setting))
-    resolved = [_decide(*each) for each in offers.values()]
+    resolved = [_decide_value(*each) for each in offers.values()]
     backend.check_environment(apply_settings(resolved, user_environ))
     return resolved
 
 
-def _decide(winner: tuple[str, Setting], *others: tuple[str, Setting]) -> ResolvedSetting:
+def _decide_value(winner: tuple[str, Setting], *others: tuple[str, Setting]) -> ResolvedSetting:
     origin, setting = winner
     return ResolvedSetting(
         setting=setting,
@@ -160,7 +160,7 @@ def _ask_sites(registry: Registry, **arguments: Any) -> list[Setting]:
         # It gives nothing for a plugin without the hook.
         ask = partial(plugin.manager.hook.anygauge_tune_environment, **arguments)
         advice = f"; to run without it, name it in {BLOCK_VARIABLE}"
-        proposed = _proposed(title, TUNING_HOOK, ask, advice)
+        proposed = _proposed_settings(title, TUNING_HOOK, ask, advice)
         # Within one plugin a later value replaces an earlier one, as in a list of assignments.
         for name, setting in {s.name: s for s in proposed}.items():
             earlier, earlier_title = decided.setdefault(name, (setting, title))
@@ -172,7 +172,7 @@ def _ask_sites(registry: Registry, **arguments: Any) -> list[Setting]:
     return [setting for setting, _ in decided.values()]
 
 
-def _proposed(
+def _proposed_settings(
     title: str, what: str, ask: Callable[[], Iterable[Iterable[Any]]], advice: str = ""
 ) -> list[Setting]:
     """What a plugin's code proposes, each part of it checked."""
@@ -184,12 +184,12 @@ def _proposed(
     except Exception as error:
         raise PluginError(f"{title}: {what} raised {describe(error)}{advice}") from error
     for setting in proposed:
-        _check(setting, title)
+        _check_setting(setting, title)
     return proposed
 
 
-def _check(setting: Any, title: str) -> None:
-    """Refuse what the operating system would refuse later, with less to say about it."""
+def _check_setting(setting: Any, title: str) -> None:
+    """Refuse what the operating system would refuse later in fewer words."""
     if not isinstance(setting, Setting):
         raise PluginError(f"{title} gave {setting!r} for the environment; it must give Setting")
     if not setting.name or "=" in setting.name or "\0" in setting.name:

@@ -8,7 +8,7 @@ from anygauge.interface import BackendSpec, NotAvailableError, Probe
 from anygauge.registry.load_plugins import AUTO, Provided
 from anygauge.registry.registry import Registry
 from anygauge.registry.specs import guarded_probe
-from anygauge.util.text import listed
+from anygauge.util.text import join_names
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,9 +53,9 @@ def select_backend(registry: Registry, name: str, *, need_device: bool = True) -
         others = [other for other, p in registry.probe_all().items() if p.available]
         raise NotAvailableError(
             f"backend {name!r} ({provided.origin}) cannot run on this machine:\n"
-            f"{_findings(probe)}\n"
+            f"{_describe_findings(probe)}\n"
             "Supply what is missing, run on a machine that has it, or choose another backend: "
-            f"available here: {listed(others)}."
+            f"available here: {join_names(others)}."
         )
     others = [p.spec.name for p in registry.backends if p is not provided]
     return Selection(
@@ -92,7 +92,7 @@ def _select_auto(registry: Registry, *, need_device: bool) -> Selection:
             chosen = idle[0]
             reason = "its devices are on this machine; they cannot be used yet, nor need they"
         elif seen:
-            raise NotAvailableError(_refusal(seen, chosen, idle))
+            raise NotAvailableError(_refusal_text(seen, chosen, idle))
     if chosen is None:
         reasons = [*((p.spec.name, probes[p.spec.name].reason) for p in ranked), *absent]
         if not reasons:
@@ -129,7 +129,7 @@ def _why_not(
     )
 
 
-def _findings(probe: Probe) -> str:
+def _describe_findings(probe: Probe) -> str:
     lines = []
     for question, finding in probe.questions:
         looked = f" (looked at {', '.join(finding.looked_at)})" if finding.looked_at else ""
@@ -143,7 +143,7 @@ def _cannot_run(provided: Provided[BackendSpec], probe: Probe, why: str) -> str:
     )
 
 
-def _refusal(
+def _refusal_text(
     seen: list[str], chosen: Provided[BackendSpec] | None, idle: list[Provided[BackendSpec]]
 ) -> str:
     advice = "Fix that"

@@ -35,7 +35,7 @@ def load_factory(provided: Provided[Any]) -> Callable[..., Any]:
     Raises:
         PluginError: it cannot be imported, does not exist or cannot be called.
     """
-    value = _load(provided, "factory")
+    value = _load_attribute(provided, "factory")
     if not callable(value):
         raise PluginError(
             f"{provided.title}: its factory {provided.spec.factory!r} is a "
@@ -44,7 +44,7 @@ def load_factory(provided: Provided[Any]) -> Callable[..., Any]:
     return value
 
 
-def _load(provided: Provided[Any], field: str) -> Any:
+def _load_attribute(provided: Provided[Any], field: str) -> Any:
     """Import the ``package.module:name`` in a field of a spec."""
     path: str = getattr(provided.spec, field)
     module_name, _, attribute = path.partition(":")
@@ -60,7 +60,7 @@ def _load(provided: Provided[Any], field: str) -> Any:
     return value
 
 
-_OPTIONS_AT = {
+OPTIONS_AT = {
     "backend": "backend_options",
     "launcher": "launch.options",
     "tracker": "tracker_options.{}",
@@ -80,7 +80,7 @@ def load_options(provided: Provided[Any]) -> type[Options]:
     """
     if not provided.spec.options:
         return Options
-    options = _load(provided, "options")
+    options = _load_attribute(provided, "options")
     if not (isinstance(options, type) and issubclass(options, Options)):
         raise PluginError(
             f"{provided.title}: its options {provided.spec.options!r} is not a class that derives "
@@ -90,7 +90,7 @@ def load_options(provided: Provided[Any]) -> type[Options]:
 
 
 def read_options(provided: Provided[Any], given: Mapping[str, Any] | None) -> Any:
-    """What a run file says for a plugin, as an object of its class of options.
+    """Read a plugin's options in a run file as an object of its class of options.
 
     Raises:
         PluginError: as of `load_options`.
@@ -102,11 +102,11 @@ def read_options(provided: Provided[Any], given: Mapping[str, Any] | None) -> An
         return model.model_validate(dict(given or {}))
     except ValidationError as error:
         kind, name = provided.kind, provided.spec.name
-        of = (model, _OPTIONS_AT[kind].format(name), f"the {name} {kind}")
-        raise RunFileError("\n".join(_complaint(*of, one) for one in error.errors())) from None
+        of = (model, OPTIONS_AT[kind].format(name), f"the {name} {kind}")
+        raise RunFileError("\n".join(_problem(*of, one) for one in error.errors())) from None
 
 
-def _complaint(model: type[Options], place: str, owner: str, error: ErrorDetails) -> str:
+def _problem(model: type[Options], place: str, owner: str, error: ErrorDetails) -> str:
     """One of pydantic's complaints, with place, what is valid and the nearest of it."""
     where, given = error["loc"], error["input"]
     # Names of alternatives that pydantic has tried are not part of the place.
@@ -136,7 +136,7 @@ def _complaint(model: type[Options], place: str, owner: str, error: ErrorDetails
 
 
 def why_missing(missing: Callable[[], str | None]) -> str | None:
-    """What a spec's ``missing`` says, where a check that raises counts as missing."""
+    """Return a spec's ``missing``, where a check that raises counts as missing."""
     try:
         return missing()
     except Exception as error:

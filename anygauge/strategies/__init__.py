@@ -17,7 +17,7 @@ from anygauge.strategies.zero.spec import ZERO
 
 AUTO = StrategySpec(
     name="auto",
-    factory="anygauge.strategies:Undecided",
+    factory="anygauge.strategies:UndecidedStrategy",
     api_version=API_VERSION,
     summary="The default: a whole model on each device where that fits, else the first of fsdp, "
     "zero and their offloading that fits.",
@@ -25,7 +25,7 @@ AUTO = StrategySpec(
 )
 
 
-class Undecided:
+class UndecidedStrategy:
     """What a dry run has of `auto` until `anygauge.training.auto` has decided; never built."""
 
     description = "auto"
@@ -34,7 +34,7 @@ class Undecided:
         """Args: options: the run file's section, which has no fields but the name."""
 
     def settings(self, workload: Workload) -> Sequence[Setting]:
-        """None are known yet."""
+        """Return none, since none are known yet."""
         return ()
 
 

@@ -33,7 +33,7 @@ NOT_FOUND = "the cause was not found"
 
 
 def cause_of(subject: Subject, folder: Path, found: Path, step: int, *, ranks: int) -> str:
-    """Where the device first leaves the host, as a sentence without its end; never raises.
+    """Find where the device first leaves the host, as a sentence without its end; never raises.
 
     Args:
         folder: for answers and logs.
@@ -207,7 +207,7 @@ class Replay(TorchDispatchMode):
         before = tree_map(_on_host, (args, kwargs))
         result = func(*args, **kwargs)
         try:
-            written = _written(func, args, kwargs, result)
+            written = _written_tensors(func, args, kwargs, result)
             self.found = describe_deviation(func, before, written, self.place)
             self.compared += 1
         except Exception:  # whatever the host has no kernel for, in float64
@@ -236,10 +236,10 @@ def describe_deviation(func: Any, before: Any, found: Sequence[Tensor], place: s
     name = func.overloadpacket.__name__
     inputs = _tensors(before)
     sums = name.removesuffix("_") in SUMS.split() and bool(inputs)
-    exact = _again(func, before, _in_float64)
+    exact = _rerun(func, before, _in_float64)
     moved = name in ("_to_copy", "copy_") or not any(t.is_floating_point() for t in inputs)
-    host = exact if moved else _again(func, before, lambda leaf: leaf)
-    sizes = _again(func, before, lambda leaf: _absolute(_in_float64(leaf))) if sums else exact
+    host = exact if moved else _rerun(func, before, lambda leaf: leaf)
+    sizes = _rerun(func, before, lambda leaf: _magnitude(_in_float64(leaf))) if sums else exact
     for got, wanted, own, size in zip(map(on_host, found), exact, host, sizes, strict=True):
         floating = got.is_floating_point()
         if not got.numel() or got.is_complex() or (name in ORDERS.split() and not floating):
@@ -271,16 +271,16 @@ def _bound(exact: Tensor, host: Tensor, size: Tensor, terms: float, dtype: torch
     )
 
 
-def _again(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:
+def _rerun(func: Any, before: Any, change: Callable[[Any], Any]) -> list[Tensor]:
     """Run an operation on the host: the arguments that it wrote to, and what it returned."""
     copies = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, Tensor) else leaf, before)
     args, kwargs = tree_map(change, copies)
     if func.overloadpacket.__name__ in ("_softmax", "_log_softmax"):
         args = (*args[:2], False)  # a type of its own for the result: here both have one
-    return _written(func, args, kwargs, func(*args, **kwargs))
+    return _written_tensors(func, args, kwargs, func(*args, **kwargs))
 
 
-def _written(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
+def _written_tensors(func: Any, args: Any, kwargs: Any, result: Any) -> list[Tensor]:
     """The arguments that an operation writes to, and what it returned."""
     changed = [
         args[at] if at < len(args) else kwargs.get(argument.name)
@@ -304,7 +304,7 @@ def _in_float64(leaf: Any) -> Any:
     return torch.float64 if isinstance(leaf, torch.dtype) and leaf.is_floating_point else leaf
 
 
-def _absolute(leaf: Any) -> Any:
+def _magnitude(leaf: Any) -> Any:
     floating = leaf.is_floating_point() if isinstance(leaf, Tensor) else isinstance(leaf, float)
     return abs(leaf) if floating else leaf
 

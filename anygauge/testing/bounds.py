@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.check import TOLERANCE, Opened
+from anygauge.testing.check import TOLERANCE, Device
 
 Bound = Callable[[Tensor, torch.dtype], Tensor]
 """From the wanted float64 values and the type: the largest error of each."""
@@ -23,15 +23,15 @@ Bound = Callable[[Tensor, torch.dtype], Tensor]
 View = Callable[[Tensor], Tensor]
 Arrange = Callable[[Tensor], tuple[Tensor, View]]
 """From values: a tensor that holds them, and how to see them in it."""
-OUTSIDE = 77
+GUARD_VALUE = 77
 """What stands in memory around a view: it must be neither read nor written."""
-BIASED = 0.25
+MAX_BIAS = 0.25
 """Largest mean error in roundoffs: rounding to nearest gives 0, truncation about 0.7."""
-ENOUGH = 2**12
+MIN_ELEMENTS = 2**12
 """Elements from which the mean error says something."""
 
 
-def types(on: Any) -> list[torch.dtype]:
+def dtypes(on: Any) -> list[torch.dtype]:
     """Types that the ``backend`` of what is tried declares to compute in."""
     lower = [name for name in TOLERANCE if name != "float32" and on.backend.support(name)]
     return [torch.float32, *(getattr(torch, name) for name in lower)]
@@ -42,20 +42,20 @@ def roundoff(dtype: torch.dtype) -> float:
     return float(torch.finfo(dtype).eps) / 2
 
 
-def product_roundoff(on: Opened, dtype: torch.dtype) -> float:
-    """The same for the factors of a product of matrices, as the device declares them."""
+def product_roundoff(on: Device, dtype: torch.dtype) -> float:
+    """Return the same for the factors of a matrix product, as the device declares them."""
     if dtype is torch.float32:
         return float(2.0**-on.placement.float32_product_bits)
     return roundoff(dtype)
 
 
 def exact(wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """Nothing is computed: a value is moved or chosen."""
+    """Allow no error: a value is moved or chosen, nothing is computed."""
     return torch.zeros_like(wanted)
 
 
 def round_either_way(wanted: Tensor, dtype: torch.dtype) -> Tensor:
-    """One operation that hardware has: to either neighbour."""
+    """Allow either neighbour: one operation that hardware has."""
     return 2 * roundoff(dtype) * wanted.abs() + torch.finfo(dtype).tiny
 
 
@@ -78,7 +78,7 @@ def rounded_sum(terms: int, magnitude: Tensor, dtype: torch.dtype) -> Tensor:
     return (2 * roundoff(dtype) + kept) * magnitude + torch.finfo(dtype).tiny
 
 
-def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASED) -> None:
+def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = MAX_BIAS) -> None:
     """Fail where errors lean to one side; too few values are passed over.
 
     Args:
@@ -87,7 +87,7 @@ def check_unbiased(found: Tensor, wanted: Tensor, what: str, most: float = BIASE
     """
     dtype = found.dtype
     counts = torch.isfinite(wanted) & (wanted.abs() > 1e3 * torch.finfo(dtype).tiny)
-    if int(counts.sum()) < ENOUGH:
+    if int(counts.sum()) < MIN_ELEMENTS:
         return
     errors = (found.double() - wanted)[counts] / wanted[counts].abs()
     # Towards zero, down and up are the three ways of rounding always to the same side.
@@ -144,30 +144,30 @@ def even_values(*shape: int, seed: int, low: float = 0.5, high: float = 1.5) -> 
 # -- layouts --------------------------------------------------------------------------------------
 
 
-def _sliced(values: Tensor) -> tuple[Tensor, View]:
+def _make_slice(values: Tensor) -> tuple[Tensor, View]:
     def view(whole: Tensor) -> Tensor:
         for dim, size in enumerate(values.shape):
             whole = whole.narrow(dim, dim + 1, size)
         return whole
 
     sizes = [size + dim + 2 for dim, size in enumerate(values.shape)]
-    whole = torch.full(sizes, OUTSIDE).to(values.dtype)
+    whole = torch.full(sizes, GUARD_VALUE).to(values.dtype)
     view(whole).copy_(values)
     return whole, view
 
 
-def _stepped(values: Tensor) -> tuple[Tensor, View]:
-    whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), OUTSIDE).to(values.dtype)
+def _make_stepped(values: Tensor) -> tuple[Tensor, View]:
+    whole = torch.full((*values.shape[:-1], 2 * values.shape[-1]), GUARD_VALUE).to(values.dtype)
     whole[..., 1::2] = values
     return whole, lambda whole: whole[..., 1::2]
 
 
 LAYOUTS: dict[str, Arrange] = {
     "contiguous": lambda values: (values, lambda whole: whole),
-    "every second": _stepped,
+    "every second": _make_stepped,
     "transposed": lambda values: (
         values.transpose(0, -1).contiguous(), lambda whole: whole.transpose(0, -1)
     ),
-    "sliced": _sliced,
+    "sliced": _make_slice,
 }  # fmt: skip
 """How inputs stand in memory."""

@@ -10,7 +10,7 @@ from torch.nn import functional as nn
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing.bounds import on_host
-from anygauge.testing.check import Opened, check
+from anygauge.testing.check import Device, check
 
 MANY = 2**22
 """Elements of a layer's activations, of which a generator counts blocks."""
@@ -19,7 +19,7 @@ SIGMAS = 6.0
 """Standard deviations that a share may be off: a sound device misses one in 500 million."""
 
 
-def _draws(on: Opened) -> Mapping[str, Callable[[], torch.Tensor]]:
+def _drawing_calls(on: Device) -> Mapping[str, Callable[[], torch.Tensor]]:
     """Operations that draw, each an odd number, so that the next begins within a block."""
 
     def ones(*shape: int) -> torch.Tensor:
@@ -48,8 +48,8 @@ def _draws(on: Opened) -> Mapping[str, Callable[[], torch.Tensor]]:
     "look for operations with a generator of their own, for numbers that are drawn in advance, for "
     "states that change after they were handed out, and for a seed that is cut or rounded",
 )
-def every_generator_is_saved(on: Opened) -> None:
-    draws = _draws(on)
+def every_generator_is_saved(on: Device) -> None:
+    draws = _drawing_calls(on)
     on.placement.seed(23)
 
     def drawn() -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""What a check is: a question to a backend, what it is asked of, and the verdict on it."""
+"""Defines a check: a question to a backend, its subject, and the verdict on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from anygauge.util.section import first_complaint
 if TYPE_CHECKING:
     import torch
 
-CHOSEN = "ANYGAUGE_CONFORMANCE_BACKEND"
+BACKEND_VARIABLE = "ANYGAUGE_CONFORMANCE_BACKEND"
 """Passes the name of ``--anygauge-backend`` to the contract."""
 CHOSEN_STRATEGY = "ANYGAUGE_CONFORMANCE_STRATEGY"
 """Likewise, of ``--anygauge-strategy``."""
@@ -33,7 +33,7 @@ Verdict = tuple[str, str]
 """One of these, and why."""
 
 
-def sharding() -> StrategySpec:
+def sharding_spec() -> StrategySpec:
     """The strategy that is tried most: of the installed ones that shard, the last for `auto`."""
     from anygauge.registry import Registry, missing_of
 
@@ -54,8 +54,8 @@ class ConformanceCheck:
         name: short and stable, such as ``memory_moves``.
         title: what holds if it passes, in words.
         part: where it is asked: ``basic``, ``device``, ``operators`` or ``ranks``.
-        function: gets what the part is about (`Paper`, `Opened`, `RankContext`); raises where it
-            does not hold.
+        function: gets what the part is about (`Paper`, `Device`, `RankContext`); raises where
+            it does not hold.
         means: what users would see if it fails, and where vendors usually have the cause: one
             sentence.
         capability: what it tests; None where every backend must pass.
@@ -76,12 +76,12 @@ class ConformanceCheck:
     limit_s: float = 60.0
 
 
-class NotAsked(Exception):
+class SkipCheck(Exception):
     """Raised by a check that has no meaning for this backend; its message is the reason."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Opened:
+class Device:
     """What the checks on a device get: an opened backend, and how to make another like it."""
 
     backend: Backend
@@ -128,7 +128,7 @@ def check(
 
 
 def run_check(function: Callable[[Any], None], subject: Any, declared: Support | None) -> Verdict:
-    """What becomes of a check's function.
+    """Run a check's function and return its verdict.
 
     A capability that is declared and fails is a failure, and so is one that is declared missing
     and works: users are refused what they could have; unless an option of theirs refuses it.
@@ -138,7 +138,7 @@ def run_check(function: Callable[[Any], None], subject: Any, declared: Support |
     """
     try:
         function(subject)
-    except NotAsked as reason:
+    except SkipCheck as reason:
         return SKIPPED, str(reason)
     except Exception as error:
         if declared is not None and not declared:
@@ -155,8 +155,8 @@ def run_check(function: Callable[[Any], None], subject: Any, declared: Support |
     return FAILED, f"declared as {declared}, but it works"
 
 
-def worst(verdicts: Iterable[Verdict]) -> Verdict:
-    """Of several, such as those of ranks; the first if others are as bad."""
+def worst_verdict(verdicts: Iterable[Verdict]) -> Verdict:
+    """Return the worst of several, such as those of ranks; the first if others are as bad."""
     return max(verdicts, key=lambda each: BEST_FIRST.index(each[0]))
 
 

@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from anygauge.testing.bounds import LAYOUTS, types
-from anygauge.testing.check import TABLE_S, NotAsked
+from anygauge.testing.bounds import LAYOUTS, dtypes
+from anygauge.testing.check import TABLE_S, SkipCheck
 from anygauge.testing.rank_context import BITS, RankContext, check_on_ranks
 
 WHOLE, WITHIN, GAPS = "contiguous", "sliced", "every second"
@@ -121,7 +121,7 @@ class Call:
     def values(self, rank: int, parts: int = 1) -> Tensor:
         """What a rank gives, in float64 or int64 on the host: for one rank, or a part for each."""
         size, floating = self.case.size * parts, self.dtype.is_floating_point
-        make = self.on.exact if floating else self.on.whole
+        make = self.on.values if floating else self.on.integers
         return make(size, self.dtype, rank, self.case.salt)
 
     def stacked(self, parts: int = 1) -> Tensor:
@@ -129,14 +129,14 @@ class Call:
         return torch.stack([self.values(rank, parts) for rank in self.ranks])
 
     def part(self, whole: Tensor) -> Tensor:
-        """Of a tensor with a part for each rank, this rank's."""
+        """Return this rank's part of a tensor with a part for each rank."""
         start = self.case.size * self.ranks.index(self.on.rank)
         return whole[start : start + self.case.size]
 
-    def holds(self, values: Tensor, wanted: Tensor | None = None, within: Any = 0.0) -> Tensor:
+    def input(self, values: Tensor, wanted: Tensor | None = None, within: Any = 0.0) -> Tensor:
         """A tensor of these values, which must hold those wanted afterwards; an input's stay."""
         memory, view = LAYOUTS[self.case.layout](values)
-        there, memory = self.on.put(memory, self.dtype), memory.clone()
+        there, memory = self.on.to_device(memory, self.dtype), memory.clone()
         error = torch.zeros(memory.shape).double()
         view(memory).copy_(values if wanted is None else wanted)
         view(error).copy_(torch.as_tensor(within))
@@ -146,19 +146,19 @@ class Call:
 
     def output(self, wanted: Tensor, within: Any = 0.0) -> Tensor:
         """A tensor for a result; it holds what no result is."""
-        return self.holds(torch.full_like(wanted, 5), wanted, within)
+        return self.input(torch.full_like(wanted, 5), wanted, within)
 
-    def returned(self, result: Tensor, wanted: Tensor, within: Any = 0.0) -> None:
+    def add_result(self, result: Tensor, wanted: Tensor, within: Any = 0.0) -> None:
         """Note a tensor that the function gave back."""
         self.made.append((result, wanted, within, "what it returned"))
 
     def judge(self) -> None:
         """Note each tensor that does not hold what it must, with all that lies around it."""
         for there, wanted, within, name in self.made:
-            self.on.same(there, wanted, f"{self.what}, {name}", within)
+            self.on.match(there, wanted, f"{self.what}, {name}", within)
 
 
-def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor, Any]:
+def _reduce(call: Call, parts: int = 1) -> tuple[Tensor, Tensor, Any]:
     """(What a reduction gives, its largest error, torch's name of it)."""
     stacked, op = call.stacked(parts), call.function.op
     wanted = stacked.amax(0) if op == "max" else stacked.mean(0) if op == "mean" else stacked.sum(0)
@@ -169,42 +169,42 @@ def _reduced(call: Call, parts: int = 1) -> tuple[Tensor, Tensor, Any]:
 
 
 def _all_reduce(call: Call) -> Any:
-    wanted, within, op = _reduced(call)
-    tensor = call.holds(call.mine, wanted, within)
+    wanted, within, op = _reduce(call)
+    tensor = call.input(call.mine, wanted, within)
     if not call.function.contract:
         return dist.all_reduce(tensor, op=op, **call.named)
     result = call.on.collectives.all_reduce(tensor, op=call.function.op, group=call.group)
-    return call.returned(result, wanted, within)
+    return call.add_result(result, wanted, within)
 
 
 def _broadcast(call: Call) -> Any:
     wanted = call.values(call.root)
-    tensor = call.holds(call.mine, wanted)
+    tensor = call.input(call.mine, wanted)
     if not call.function.contract:
         return dist.broadcast(tensor, src=call.root, **call.named)
-    return call.returned(call.on.collectives.broadcast(tensor, source=call.root), wanted)
+    return call.add_result(call.on.collectives.broadcast(tensor, source=call.root), wanted)
 
 
 def _contract_all_gather(call: Call) -> None:
-    tensor = call.holds(call.mine)
+    tensor = call.input(call.mine)
     parts = call.on.collectives.all_gather(tensor)
-    call.on.hold(len(parts) == len(call.ranks), f"{call.what} gave {len(parts)} parts")
+    call.on.expect(len(parts) == len(call.ranks), f"{call.what} gave {len(parts)} parts")
     for part, wanted in zip(parts, call.stacked(), strict=False):
         own = part.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
-        call.on.hold(not (own and part.numel()), f"{call.what}: a part is the input itself")
-        call.returned(part, wanted)
+        call.on.expect(not (own and part.numel()), f"{call.what}: a part is the input itself")
+        call.add_result(part, wanted)
 
 
 def _reduce_scatter(call: Call) -> Any:
-    wanted, within, op = _reduced(call, len(call.ranks))
+    wanted, within, op = _reduce(call, len(call.ranks))
     part = call.output(call.part(wanted), call.part(within))
-    whole = call.holds(call.values(call.on.rank, len(call.ranks)))
+    whole = call.input(call.values(call.on.rank, len(call.ranks)))
     return dist.reduce_scatter_tensor(part, whole, op=op, **call.named)
 
 
 def _all_gather(call: Call) -> Any:
     parts = [call.output(wanted) for wanted in call.stacked()]
-    return dist.all_gather(parts, call.holds(call.mine), **call.named)
+    return dist.all_gather(parts, call.input(call.mine), **call.named)
 
 
 def _all_gather_into_tensor(call: Call) -> Any:
@@ -214,34 +214,34 @@ def _all_gather_into_tensor(call: Call) -> Any:
     if call.case.salt % 2:
         call.what += ", from a slice of the result"
         call.part(held).copy_(call.mine)
-    whole = call.holds(held, wanted)
-    mine = call.part(whole) if call.case.salt % 2 else call.holds(call.mine)
+    whole = call.input(held, wanted)
+    mine = call.part(whole) if call.case.salt % 2 else call.input(call.mine)
     return dist.all_gather_into_tensor(whole, mine, **call.named)
 
 
 def _functional_all_gather(call: Call) -> None:
-    """As DTensor calls it: the result is a new tensor, complete once it was waited for."""
+    """Gather as DTensor does: the result is a new tensor, complete once it was waited for."""
     group: Any = call.group or dist.group.WORLD
-    mine, operators = call.holds(call.mine), torch.ops._c10d_functional
+    mine, operators = call.input(call.mine), torch.ops._c10d_functional
     result = operators.all_gather_into_tensor(mine, len(call.ranks), group.group_name)
-    call.returned(operators.wait_tensor(result), call.stacked().flatten())
+    call.add_result(operators.wait_tensor(result), call.stacked().flatten())
 
 
 def _all_to_all_single(call: Call) -> Any:
     every = len(call.ranks)
     received = call.output(torch.cat([call.part(each) for each in call.stacked(every)]))
-    sent = call.holds(call.values(call.on.rank, every))
+    sent = call.input(call.values(call.on.rank, every))
     return dist.all_to_all_single(received, sent, **call.named)
 
 
 def _messages(call: Call) -> Any:
-    """From the root to the next rank; the others have none."""
+    """Send from the root to the next rank; the others have none."""
     after = call.ranks[(call.ranks.index(call.root) + 1) % len(call.ranks)]
     if len(call.ranks) == 1 or call.on.rank not in (call.root, after):
         return None
     if call.on.rank == call.root:
         send = dist.isend if call.case.waits else dist.send
-        return send(call.holds(call.mine), after, group=call.group)
+        return send(call.input(call.mine), after, group=call.group)
     receive = dist.irecv if call.case.waits else dist.recv
     return receive(call.output(call.values(call.root)), call.root, group=call.group)
 
@@ -288,7 +288,7 @@ def groups(on: RankContext) -> dict[tuple[int, ...], Any]:
 
 def _cases(on: RankContext, function: Function) -> Iterator[Case]:
     own = (*CASES, *GAPPED * function.contract)
-    yield from (replace(case, dtype=dtype) for dtype in types(on) for case in own)
+    yield from (replace(case, dtype=dtype) for dtype in dtypes(on) for case in own)
     yield Case(WHOLE, LARGE // (1 if function.contract else 4))
     if function.op != "mean":
         whole = (torch.int64, *(() if function.op else (torch.int32, torch.uint8)))
@@ -298,7 +298,7 @@ def _cases(on: RankContext, function: Function) -> Iterator[Case]:
         yield from (replace(case, ranks=ranks) for case in IN_GROUPS for ranks in groups(on))
 
 
-def _try(function: Function, on: RankContext) -> None:
+def _check_cases(function: Function, on: RankContext) -> None:
     if not function.contract:
         on.asked_by_engines()
     earlier: list[Call] = []
@@ -306,7 +306,7 @@ def _try(function: Function, on: RankContext) -> None:
     for number, case in enumerate(_cases(on, function)):
         call = Call(on, function, case, number)
         refusals.append("")
-        if function.lacked or case.layout == GAPS or not case.size or case.dtype not in types(on):
+        if function.lacked or case.layout == GAPS or not case.size or case.dtype not in dtypes(on):
             refusals[-1] = on.attempt(call.run, call.what, call.ranks)
         else:
             call.run()
@@ -317,7 +317,7 @@ def _try(function: Function, on: RankContext) -> None:
     if earlier:
         earlier.pop().judge()
     if all(refusals):
-        raise NotAsked(f"the library refuses it: {refusals[0]}")
+        raise SkipCheck(f"the library refuses it: {refusals[0]}")
 
 
 for _function in FUNCTIONS:
@@ -327,7 +327,7 @@ for _function in FUNCTIONS:
         means=_function.means,
         name=_function.name,
         limit_s=TABLE_S,
-    )(partial(_try, _function))
+    )(partial(_check_cases, _function))
 
 
 def _begin(on: RankContext, count: int, *names: str) -> list[tuple[Call, Any]]:
@@ -370,7 +370,7 @@ def handles(on: RankContext) -> None:
     for call, work in _begin(on, 3, "all_reduce"):
         tensor, wanted = call.made[0][:2]
         doubled = work.get_future().then(lambda _, tensor=tensor: tensor * 2).wait()
-        on.same(doubled, wanted * 2, "what a function that follows a collective computed")
+        on.match(doubled, wanted * 2, "what a function that follows a collective computed")
 
 
 @check_on_ranks(
@@ -381,16 +381,16 @@ def handles(on: RankContext) -> None:
 def in_order_with_work(on: RankContext) -> None:
     on.asked_by_engines()
     size = 2**18 + 3
-    values = [on.exact(size, torch.float32, rank) for rank in on.ranks]
+    values = [on.values(size, torch.float32, rank) for rank in on.ranks]
     # The input has no other name: it is free as soon as the library lets it go.
-    whole = on.put(torch.zeros(size * on.world_size), torch.float32)
-    mine = on.put(values[on.rank], torch.float32)
+    whole = on.to_device(torch.zeros(size * on.world_size), torch.float32)
+    mine = on.to_device(values[on.rank], torch.float32)
     work = dist.all_gather_into_tensor(whole, mine, async_op=True)
     del mine
     _others = [torch.full((size,), -1.0, device=on.device) for _ in range(4)]
     work.wait()
-    on.same(whole, torch.cat(values), "a gather of a tensor that nobody holds")
-    tensor = on.put(values[on.rank], torch.float32)
+    on.match(whole, torch.cat(values), "a gather of a tensor that nobody holds")
+    tensor = on.to_device(values[on.rank], torch.float32)
     wanted = torch.stack(values)
     for _ in range(4):
         # Nothing here waits for the device: only the order of calls tells what is to be summed.
@@ -399,4 +399,4 @@ def in_order_with_work(on: RankContext) -> None:
         work.wait()
         tensor.mul_(1.0 / 16)
         wanted = ((wanted * 2.0 - 1.0).sum(0) / 16).expand_as(wanted)
-    on.same(tensor, wanted[0], "sums between computations", wanted[0].abs().max() * 2.0**-18)
+    on.match(tensor, wanted[0], "sums between computations", wanted[0].abs().max() * 2.0**-18)

@@ -23,13 +23,13 @@ from anygauge.interface import StrategySpec
 from anygauge.registry import Registry
 from anygauge.registry.specs import guarded_probe
 from anygauge.testing.check import (
+    BACKEND_VARIABLE,
     CHECKS,
-    CHOSEN,
     DECLARED,
     FAILED,
     PASSED,
     ConformanceCheck,
-    worst,
+    worst_verdict,
 )
 from anygauge.testing.loop_checks import EVALUATION, LoopTrials, strategies
 from anygauge.testing.process import PARTS, PartVerdicts, Subject, ask, import_checks
@@ -38,11 +38,11 @@ for _part in PARTS:
     import_checks(_part)
 Ask = Callable[..., PartVerdicts]
 """Of a part, and a number of ranks if there are several."""
-ALONE = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
+ONE_RANK_RUNS = ("adapter-float32", "adapter-bfloat16", "packed-float32", "whole-bfloat16")
 """What one process trains, by `anygauge.testing.loop_checks.KINDS`, and its type."""
 
 
-def _of(part: str) -> Any:
+def _checks_of(part: str) -> Any:
     chosen = [check for check in CHECKS.values() if check.part == part]
     return pytest.mark.parametrize("check", chosen, ids=lambda check: check.name)
 
@@ -79,7 +79,7 @@ class BackendContract:
     @pytest.fixture(scope="class")
     @classmethod
     def folder(cls, tmp_path_factory: pytest.TempPathFactory) -> Path:
-        """For answers, logs and runs."""
+        """Return the folder for answers, logs and runs."""
         return tmp_path_factory.mktemp(f"conformance-{cls.backend}")
 
     @pytest.fixture(scope="class")
@@ -106,12 +106,12 @@ class BackendContract:
 
     # -- with a device --------------------------------------------------------------------------
 
-    @_of("device")
+    @_checks_of("device")
     def test_on_device(self, check: ConformanceCheck, answers: Ask, devices: int) -> None:
         """Placement, memory, random numbers, arithmetic, graphs."""
         _judge(check, answers("device"))
 
-    @_of("ranks")
+    @_checks_of("ranks")
     def test_on_ranks(
         self, check: ConformanceCheck, subject: Subject, answers: Ask, devices: int
     ) -> None:
@@ -126,14 +126,14 @@ class BackendContract:
         if max(counts) < 2:
             pytest.skip("asked of one rank alone, which has nobody to talk to")
 
-    @_of("operators")
+    @_checks_of("operators")
     def test_operators(self, check: ConformanceCheck, answers: Ask, devices: int) -> None:
         """Operators that a LoRA step calls, by torch's own samples."""
         _judge(check, answers("operators"))
 
     # -- the loop -------------------------------------------------------------------------------
 
-    @pytest.mark.parametrize("what", ALONE)
+    @pytest.mark.parametrize("what", ONE_RANK_RUNS)
     def test_trains_as_the_host_does(self, what: str, runs: LoopTrials, answers: Ask) -> None:
         """One process: the losses of every step and evaluation are the host's, within the noise."""
         kind, dtype = what.split("-")
@@ -141,7 +141,7 @@ class BackendContract:
         result, why = answers("device").of(CHECKS[f"{dtype}_arithmetic"])
         if result == DECLARED:
             pytest.skip(f"{DECLARED}: {why}")
-        _hold(runs.trial(kind, dtype))
+        _fail_if(runs.trial(kind, dtype))
         losses = runs.run(kind, dtype).losses
         assert kind != "adapter" or losses[-1] < losses[0], "the loss did not fall"
 
@@ -150,7 +150,7 @@ class BackendContract:
         # Before the first step both are the base model; of an evaluation no row is cut.
         packed, alone = (runs.run(kind) for kind in ("packed", "adapter"))
         found, wanted = (run.numbers[EVALUATION, 0] for run in (packed, alone))
-        allowed = runs.allowed("float32", tolerance=0.0)[EVALUATION]
+        allowed = runs.tolerances("float32", tolerance=0.0)[EVALUATION]
         assert abs(found - wanted) <= allowed * abs(wanted), (
             f"documents see each other: evaluated in packed rows their loss is {found:.9g}, each "
             f"in a row of its own {wanted:.9g}"
@@ -165,11 +165,11 @@ class BackendContract:
         Those of other plugins are reported beside the verdict; on 4 ranks, what is tried most.
         """
         specs = self._on_ranks(ranks, subject, devices)[: 1 if ranks > 2 else None]
-        _hold(runs.spread(specs, ranks))
+        _fail_if(runs.try_strategies(specs, ranks))
 
     def test_a_resumed_run_goes_on_where_it_was(self, runs: LoopTrials) -> None:
         """From a checkpoint in the middle, with dropout: the undisturbed run, to the last digit."""
-        _hold(runs.resumed())
+        _fail_if(runs.try_resume())
 
     def test_a_run_is_resumed_on_other_ranks(
         self, subject: Subject, runs: LoopTrials, devices: int
@@ -179,7 +179,7 @@ class BackendContract:
         spec = next((spec for spec in specs if not spec.single_process), None)
         if spec is None:
             pytest.skip(f"{DECLARED}: no strategy for two ranks")
-        _hold(runs.trial("adapter", spec=spec, ranks=2, resumed=True))
+        _fail_if(runs.trial("adapter", spec=spec, ranks=2, resumed=True))
 
     def _on_ranks(self, ranks: int, subject: Subject, devices: int) -> list[StrategySpec]:
         """The strategies that can be tried; skips where none can, or not on so many ranks."""
@@ -194,29 +194,29 @@ class BackendContract:
 
     # -- without hardware -----------------------------------------------------------------------
 
-    @_of("basic")
+    @_checks_of("basic")
     def test_on_paper(self, check: ConformanceCheck, answers: Ask) -> None:
         """What the backend says of itself before anything is opened."""
         _judge(check, answers("basic"))
 
 
-def _hold(why: str) -> None:
+def _fail_if(why: str) -> None:
     if why:
         pytest.fail(why, pytrace=False)
 
 
 def _judge(check: ConformanceCheck, *given: PartVerdicts) -> None:
-    """The worst of the verdicts, if it was asked on several numbers of ranks."""
-    result, why = worst(verdicts.of(check) for verdicts in given)
+    """Report the worst of a check's verdicts on several numbers of ranks."""
+    result, why = worst_verdict(verdicts.of(check) for verdicts in given)
     if result == FAILED:
         pytest.fail(f"{why}. {check.means}" if check.means else why, pytrace=False)
     if result != PASSED:
         pytest.skip(f"{result}: {why}")
 
 
-if CHOSEN in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file
+if BACKEND_VARIABLE in os.environ:  # set by ``pytest --anygauge-backend``, which collects this file
 
     class TestBackend(BackendContract):
         """The backend that the command line names."""
 
-        backend = os.environ[CHOSEN]
+        backend = os.environ[BACKEND_VARIABLE]

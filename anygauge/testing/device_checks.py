@@ -24,7 +24,7 @@ from anygauge.interface import (
 )
 from anygauge.registry import Registry
 from anygauge.registry.specs import guarded_probe
-from anygauge.testing.check import TOLERANCE, NotAsked, Opened, check
+from anygauge.testing.check import TOLERANCE, Device, SkipCheck, check
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge.testing.process import answer_of
 
@@ -41,7 +41,7 @@ COUNTED_WITHIN_S = 2.0
     means="nothing would run on the device, or two ranks share a card without a word; look at "
     "open(), which must return this rank's device, and compare the rank with their number",
 )
-def opens(on: Opened) -> None:
+def opens(on: Device) -> None:
     assert on.device.type == on.backend.device_type, f"open() gave {on.device}"
     assert on.placement.device == on.device
     for name in CAPABILITIES:
@@ -67,9 +67,9 @@ def opens(on: Opened) -> None:
     "each other's devices; the probe counts files, or the variable has another name or form",
     limit_s=120,
 )
-def devices_are_counted(on: Opened) -> None:
+def devices_are_counted(on: Device) -> None:
     if on.device.index is None:
-        raise NotAsked("its device bears no number, and any number of ranks share it")
+        raise SkipCheck("its device bears no number, and any number of ranks share it")
     variable, visible = on.backend.launch.visibility_variable, on.placement.device_count()
     probed = guarded_probe(Registry.load().find_backend(on.backend.name)).device_count
     if probed is not None:
@@ -101,7 +101,7 @@ def _devices_seen(name: str, options: Mapping[str, Any]) -> int:
     means="the next run would find the device taken; look at close(), which must give back "
     "what open() took",
 )
-def closes(on: Opened) -> None:
+def closes(on: Device) -> None:
     other = on.fresh()
     other.open(0)
     other.close()
@@ -120,7 +120,7 @@ def _block(device: Any, dtype: torch.dtype) -> list[torch.Tensor]:
     return [out.detach(), *(each.grad for each in inputs if each.grad is not None)]
 
 
-def _blocks_agree(dtype: str, on: Opened) -> None:
+def _blocks_agree(dtype: str, on: Device) -> None:
     allowed = 4 * TOLERANCE[dtype]
     if dtype == "float32":
         allowed = max(allowed, 16 * 2.0**-on.placement.float32_product_bits)
@@ -153,19 +153,19 @@ for _dtype in TOLERANCE:
     means="a loop of one's own would compute in another type than it asked for; look at the "
     "device's list of operations for autocast",
 )
-def autocast_casts(on: Opened) -> None:
+def autocast_casts(on: Device) -> None:
     a = torch.randn(8, 8, device=on.device)
     with on.placement.autocast(torch.float32):
         assert (a @ a).dtype == torch.float32, "autocast to float32 lowers products"
     name = next((each for each in ("bfloat16", "float16") if on.backend.support(each)), None)
     if name is None:
-        raise NotAsked("it has no lower type")
+        raise SkipCheck("it has no lower type")
     lower = getattr(torch, name)
     try:
         with on.placement.autocast(lower):
             inside = a @ a
     except UnsupportedError as refusal:
-        raise NotAsked(str(refusal)) from refusal
+        raise SkipCheck(str(refusal)) from refusal
     outside = a @ a
     assert inside.dtype == lower, f"a product under autocast has {inside.dtype}"
     assert outside.dtype == torch.float32, f"a product after autocast has {outside.dtype}"
@@ -178,13 +178,13 @@ def autocast_casts(on: Opened) -> None:
     "mark_step, at the option that carries the limit to the vendor's software, and at counters "
     "that count nothing",
 )
-def graphs_end(on: Opened) -> None:
+def graphs_end(on: Device) -> None:
     graph = on.backend.graph
     for size in (3, 4, 5):  # a graph of shapes that came before may need no compilation
         value = torch.ones(size, size, device=on.device) * 2 + 1
         before = dict(graph.counters())
         graph.mark_step(Phase.UPDATE)
-        counted = _counted(on, before, COUNTED_WITHIN_S if graph.accumulates else 0.0)
+        counted = _grew(on, before, COUNTED_WITHIN_S if graph.accumulates else 0.0)
         assert counted == graph.accumulates, (
             f"graph.accumulates is {graph.accumulates}, and graph.mark_step changes "
             f"{'some' if counted else 'none'} of graph.counters() ({before or 'there are none'})"
@@ -192,20 +192,20 @@ def graphs_end(on: Opened) -> None:
         assert float(value.sum().to(HOST_DEVICE)) == 3 * size * size
     limit = graph.limit
     if limit is None and not graph.accumulates:
-        raise NotAsked("graph.accumulates is False, and graph.limit None: there is none to end")
+        raise SkipCheck("graph.accumulates is False, and graph.limit None: there is none to end")
     if limit is None or limit > LARGEST_LIMIT:
         return  # there is none, or it takes too long to reach
     on.placement.synchronize()
     value, before = torch.ones(3, 7, device=on.device), dict(graph.counters())
     for _ in range(3 * limit):
         value = value + 1
-    assert _counted(on, before), (
+    assert _grew(on, before), (
         f"{3 * limit} operations changed none of graph.counters(), though a graph holds {limit}"
     )
     assert float(value[0, 0].to(HOST_DEVICE)) == 3 * limit + 1
 
 
-def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_WITHIN_S) -> bool:
+def _grew(on: Device, before: Mapping[str, float], within_s: float = COUNTED_WITHIN_S) -> bool:
     """Whether a counter has grown, or grows soon: graphs may be compiled in the background."""
     until = time.monotonic() + within_s
     while True:
@@ -222,7 +222,7 @@ def _counted(on: Opened, before: Mapping[str, float], within_s: float = COUNTED_
     means="a run with the vendor's kernel would go another way; look in the kernel named, at "
     "masks and incomplete blocks",
 )
-def kernels_agree(on: Opened) -> None:
+def kernels_agree(on: Device) -> None:
     from anygauge.kernels.choose import KernelChoice, choose_kernels, load_kernel
 
     registry = Registry.load(os.environ)
@@ -240,4 +240,4 @@ def kernels_agree(on: Opened) -> None:
         KERNEL_TRIALS[spec.operation](on, load_kernel(table, spec.operation), spec.name)
         tried.append(spec.name)
     if not tried:
-        raise NotAsked(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")
+        raise SkipCheck(f"none is installed for {', '.join(sorted(KERNEL_TRIALS))}")

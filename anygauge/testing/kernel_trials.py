@@ -14,14 +14,14 @@ from anygauge.kernels.rope import apply_rotation
 from anygauge.models.inputs import FORMS, MaskPlan, visible
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory
-from anygauge.testing.check import TOLERANCE, Opened
+from anygauge.testing.check import TOLERANCE, Device
 
 
-def _kernel_type(on: Opened) -> torch.dtype:
+def _kernel_type(on: Device) -> torch.dtype:
     return torch.bfloat16 if on.backend.support("bfloat16") else torch.float32
 
 
-def _agrees(on: Opened, found: Any, wanted: Tensor, what: str, dtype: str = "") -> None:
+def _compare(on: Device, found: Any, wanted: Tensor, what: str, dtype: str = "") -> None:
     assert found.device.type == on.device.type, f"{what}: the result is on {found.device}"
     assert found.shape == wanted.shape, f"{what}: shape {tuple(found.shape)}"
     got = found.detach().to(HOST_DEVICE, torch.float64)
@@ -30,14 +30,14 @@ def _agrees(on: Opened, found: Any, wanted: Tensor, what: str, dtype: str = "") 
     assert error <= allowed, f"{what} differs by {error:.1e} of its largest value; {allowed:.0e}"
 
 
-def _drawn(on: Opened, *shapes: Sequence[int], seed: int = 4) -> list[Tensor]:
+def _draw(on: Device, *shapes: Sequence[int], seed: int = 4) -> list[Tensor]:
     """Normal values in the type that kernels are tried in, on the host."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator).to(_kernel_type(on)) for shape in shapes]
 
 
-def _try(
-    on: Opened,
+def _try_kernel(
+    on: Device,
     what: str,
     kernel: Callable[..., Any],
     reference: Callable[..., Any],
@@ -58,16 +58,16 @@ def _try(
     for mine, its in pairs:
         due = inputs[0].dtype if its.dim() else torch.float32  # a loss
         assert mine.dtype is due, f"{what}: {mine.dtype} of {inputs[0].dtype}"
-        _agrees(on, mine, its.detach(), what)
+        _compare(on, mine, its.detach(), what)
         above = torch.randn(its.shape, generator=torch.Generator().manual_seed(5))
         (mine * above.to(on.device)).sum().backward()
         (its * above.double()).sum().backward()
     for number, (mine, its) in enumerate(zip(there, here, strict=True)):
         assert mine.grad is not None, f"{what} has no gradient {number}"
-        _agrees(on, mine.grad, its.grad, f"gradient {number} of {what}")
+        _compare(on, mine.grad, its.grad, f"gradient {number} of {what}")
 
 
-def softmax(on: Opened, kernel: Any, name: str) -> None:
+def softmax(on: Device, kernel: Any, name: str) -> None:
     """Plain; and scaled, with each kind of mask and a causal offset, an empty row among them."""
     x = torch.linspace(-8, 8, 2 * 6 * 33).reshape(2, 6, 33).to(_kernel_type(on))
     seen = torch.arange(2 * 33).reshape(2, 1, 33) % 3 != 0
@@ -94,13 +94,13 @@ def softmax(on: Opened, kernel: Any, name: str) -> None:
         return torch.softmax(scores.masked_fill(empty, 0), -1).masked_fill(empty, 0)
 
     for what, others in cases.items():
-        _try(on, f"softmax {name}{what}", tried, formula, [x], others)
+        _try_kernel(on, f"softmax {name}{what}", tried, formula, [x], others)
 
 
-def linear_cross_entropy(on: Opened, kernel: Any, name: str) -> None:
+def linear_cross_entropy(on: Device, kernel: Any, name: str) -> None:
     """Plain; and with everything that an architecture or an adapter may ask for."""
     rows, classes, rank = 19, 67, 4
-    tensors = _drawn(on, (rows, 16), (classes, 16), (classes,), (rows, rank), (classes, rank))
+    tensors = _draw(on, (rows, 16), (classes, 16), (classes,), (rows, rank), (classes, rank))
     targets = torch.arange(rows) * 37 % classes
     targets[::4] = -100
 
@@ -115,38 +115,38 @@ def linear_cross_entropy(on: Opened, kernel: Any, name: str) -> None:
         return kernel(h, weight, y, bias=bias, low_rank=(down, up), softcap=6.0, scale=0.5)
 
     what = f"linear_cross_entropy {name}"
-    _try(on, what, kernel, plain, tensors[:2], [targets])
-    _try(on, what, tried, full, tensors, [targets])
+    _try_kernel(on, what, kernel, plain, tensors[:2], [targets])
+    _try_kernel(on, what, tried, full, tensors, [targets])
 
 
-def rms_norm(on: Opened, kernel: Any, name: str) -> None:
-    """Of rows that are not centred."""
+def rms_norm(on: Device, kernel: Any, name: str) -> None:
+    """Try rows that are not centred."""
     x = torch.linspace(-2, 3, 5 * 32).reshape(5, 32).to(_kernel_type(on))
     weight = torch.linspace(0.5, 2, 32).to(_kernel_type(on))
 
     def formula(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
         return weight.double() * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon)
 
-    _try(on, f"rms_norm {name}", kernel, formula, [x], [weight, 1e-5])
+    _try_kernel(on, f"rms_norm {name}", kernel, formula, [x], [weight, 1e-5])
 
 
-def rope(on: Opened, kernel: Any, name: str) -> None:
+def rope(on: Device, kernel: Any, name: str) -> None:
     """Positions of each row's own, and such as all rows share; both results and gradients."""
-    inputs = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), seed=7)
+    inputs = _draw(on, (2, 4, 9, 16), (2, 2, 9, 16), seed=7)
 
     def formula(query: Tensor, key: Tensor, *turns: Tensor) -> list[Tensor]:
         return [apply_rotation(each, *(turn.double() for turn in turns)) for each in (query, key)]
 
     for rows in (2, 1):
-        angles = 3 * _drawn(on, (rows, 9, 8))[0].float().repeat(1, 1, 2)
+        angles = 3 * _draw(on, (rows, 9, 8))[0].float().repeat(1, 1, 2)
         turns = [each.to(_kernel_type(on)) for each in (angles.cos(), angles.sin())]
-        _try(on, f"rope {name} of {rows} rows' positions", kernel, formula, inputs, turns)
+        _try_kernel(on, f"rope {name} of {rows} rows' positions", kernel, formula, inputs, turns)
 
 
-def attention(on: Opened, kernel: Any, name: str) -> None:
+def attention(on: Device, kernel: Any, name: str) -> None:
     """Grouped heads, a row of two documents and padding, causal. One that says that it is causal
     without a mask is tried without one, too."""
-    inputs = _drawn(on, (2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16), seed=3)
+    inputs = _draw(on, (2, 4, 9, 16), (2, 2, 9, 16), (2, 2, 9, 16), seed=3)
     module = torch.nn.Module()
     documents = torch.tensor([[1] * 9, [1, 1, 1, 2, 2, 2, 2, 2, 0]])
     forms = MaskPlan(FORMS.get(kernel.mask, "additive"))
@@ -169,18 +169,18 @@ def attention(on: Opened, kernel: Any, name: str) -> None:
         return (torch.softmax(scores, -1) @ values).transpose(1, 2)
 
     for what, *masks in cases:
-        _try(on, f"attention {name}{what}", tried, formula, inputs, masks)
+        _try_kernel(on, f"attention {name}{what}", tried, formula, inputs, masks)
 
 
-def lora_linear(on: Opened, kernel: Any, name: str) -> None:
+def lora_linear(on: Device, kernel: Any, name: str) -> None:
     """Three dimensions, a scale, and the gradient of each tensor; what is dropped is the rest's."""
     what = f"lora_linear {name}"
-    inputs = _drawn(on, (2, 9, 24), (2, 9, 12), (4, 12), (24, 4), seed=6)
+    inputs = _draw(on, (2, 9, 24), (2, 9, 12), (4, 12), (24, 4), seed=6)
 
     def tried(out: Tensor, x: Tensor, a: Tensor, b: Tensor) -> Any:
         return kernel.up(out, kernel.down(x, a, 0.0), b, 1.5)
 
-    _try(on, what, tried, lambda out, x, a, b: out + 1.5 * (x @ a.t()) @ b.t(), inputs)
+    _try_kernel(on, what, tried, lambda out, x, a, b: out + 1.5 * (x @ a.t()) @ b.t(), inputs)
     # Products with a unit matrix show which inputs were dropped; the others are scaled.
     x = torch.ones(1, 64, dtype=_kernel_type(on), device=on.device).requires_grad_()
     kept = kernel.down(x, torch.eye(64, dtype=x.dtype).to(on.device), 0.5)
@@ -194,7 +194,7 @@ def lora_linear(on: Opened, kernel: Any, name: str) -> None:
     assert same, f"{what}: what is dropped backward is not what was dropped forward"
 
 
-def adamw(on: Opened, kernel: Any, name: str) -> None:
+def adamw(on: Device, kernel: Any, name: str) -> None:
     """Three steps of two groups, one with decay, and three more from the state alone.
 
     Epsilon is as large as the smallest gradients: it must be added where torch does, or where the
@@ -217,7 +217,7 @@ def adamw(on: Opened, kernel: Any, name: str) -> None:
             for optimizer in optimizers:
                 optimizer.step()
 
-    wanted, found, resumed = made(_formula(name), here), made(kernel, there), made(kernel, there)
+    wanted, found, resumed = made(_reference(name), here), made(kernel, there), made(kernel, there)
     steps(wanted, found)
     for parameter in there:
         state = found.state[parameter]
@@ -228,11 +228,11 @@ def adamw(on: Opened, kernel: Any, name: str) -> None:
         resumed.state[parameter].update(state)
     steps(wanted, resumed)
     for mine, its in zip(there, here, strict=True):
-        _agrees(on, mine, its.detach(), f"adamw {name}", "float32")
+        _compare(on, mine, its.detach(), f"adamw {name}", "float32")
         assert int(resumed.state[mine]["step"]) == 6, f"adamw {name}: it forgot its first 3 steps"
 
 
-def _formula(name: str) -> Any:
+def _reference(name: str) -> Any:
     """The optimizer of all devices that computes as an AdamW of that name: its counterpart."""
     kernels = [each for each in Registry.load().kernels if each.spec.operation == "adamw"]
     provided = {each.spec.name: each for each in kernels}
@@ -244,7 +244,7 @@ def _formula(name: str) -> Any:
     return load_factory(provided[counterpart])()
 
 
-def clip_grad_norm(on: Opened, kernel: Any, name: str) -> None:
+def clip_grad_norm(on: Device, kernel: Any, name: str) -> None:
     """A norm above the limit, which is clipped to it, and one below, which is left alone."""
     gradients = [torch.linspace(-3, 4, 12).reshape(3, 4), torch.linspace(0, 2, 5)]
     norm = float(torch.cat([g.double().flatten() for g in gradients]).norm())
@@ -256,10 +256,10 @@ def clip_grad_norm(on: Opened, kernel: Any, name: str) -> None:
         assert abs(found - norm) <= 1e-3 * norm, f"clip_grad_norm {name}: norm {found}, not {norm}"
         for parameter, gradient in zip(parameters, gradients, strict=True):
             wanted = gradient.double() * min(1.0, limit / norm)
-            _agrees(on, parameter.grad, wanted, f"clip_grad_norm {name} to {limit}", "float32")
+            _compare(on, parameter.grad, wanted, f"clip_grad_norm {name} to {limit}", "float32")
 
 
-_TRIALS: Sequence[Callable[[Opened, Any, str], None]] = (
+_TRIALS: Sequence[Callable[[Device, Any, str], None]] = (
     *(adamw, attention, clip_grad_norm, linear_cross_entropy),
     *(lora_linear, rms_norm, rope, softmax),
 )

@@ -60,12 +60,12 @@ class ProcessState:
             os.dup2(output.fileno(), 1)
         with contextlib.suppress(AttributeError):  # the parent of orphans, as of helpers
             LIBC.prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
-        self._before = self._running()
-        self._last = self._look()
+        self._before = self._workers()
+        self._last = self._snapshot()
 
     def note(self, step: str, *, judged: bool = True) -> None:
         """Compare with how things were at the step before, if what it changed is the backend's."""
-        now = self._look()
+        now = self._snapshot()
         for kind in now if judged else ():
             for name in {**self._last[kind], **(now[kind] if kind in self._adds else {})}:
                 was, is_ = (each[kind].get(name, "not there") for each in (self._last, now))
@@ -74,7 +74,7 @@ class ProcessState:
                     self._changes[kind].setdefault(name, said)
         self._last = now
 
-    def _look(self) -> dict[str, dict[str, Any]]:
+    def _snapshot(self) -> dict[str, dict[str, Any]]:
         sys.stdout.flush()
         LIBC.fflush(None)  # what C code has printed waits in a buffer of its own
         broad: list[Any] = [f for f in warnings.filters if f[1] is None and f[3] is None]
@@ -92,7 +92,7 @@ class ProcessState:
         }
         return {
             "output": {"what was printed": self._output.read_text("utf-8", "replace")[-80:]},
-            "signals": {name: _handler(getattr(signal, name)) for name in SIGNALS},
+            "signals": {name: _signal_handler(getattr(signal, name)) for name in SIGNALS},
             "variables": dict(os.environ),
             "settings": settings,
             "files": {str(each): "there" for each in self._folder.rglob("*")},
@@ -103,11 +103,11 @@ class ProcessState:
         found = list(self._changes[kind].values())
         if kind == "running":
             until = time.monotonic() + GRACE_S
-            while (found := sorted(self._running() - self._before)) and time.monotonic() < until:
+            while (found := sorted(self._workers() - self._before)) and time.monotonic() < until:
                 time.sleep(0.05)
         assert not found, "; ".join(found[:4])
 
-    def _running(self) -> set[str]:
+    def _workers(self) -> set[str]:
         """Threads that keep the process from ending, and processes."""
         found = {f"thread {t.name} ({t.ident})" for t in threading.enumerate() if not t.daemon}
         for child in psutil.Process().children():
@@ -118,7 +118,7 @@ class ProcessState:
         return found
 
 
-def _handler(number: signal.Signals) -> tuple[str, str, bool]:
+def _signal_handler(number: signal.Signals) -> tuple[str, str, bool]:
     """How a signal is handled by Python, and by C code without Python's knowledge; if blocked."""
     action = (ctypes.c_void_p * 64)()
     LIBC.sigaction(int(number), None, action)

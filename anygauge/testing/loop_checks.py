@@ -20,7 +20,7 @@ from anygauge.interface import HOST_DEVICE, StrategySpec
 from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry, missing_of
 from anygauge.testing.bisect import cause_of
-from anygauge.testing.check import progress, sharding
+from anygauge.testing.check import progress, sharding_spec
 from anygauge.testing.process import Subject, answer_of, last_lines
 from anygauge.training.auto import AUTO
 
@@ -82,7 +82,7 @@ class RunFailed(AssertionError):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Trained:
+class TrainRun:
     """A run that ended well, with every record of ``metrics.jsonl``."""
 
     folder: Path
@@ -90,7 +90,7 @@ class Trained:
 
     @property
     def losses(self) -> list[float]:
-        """Of every step, nats per loss token."""
+        """The loss of every step, nats per loss token."""
         return [record[LOSS] for record in self.metrics if LOSS in record]
 
     @property
@@ -108,7 +108,7 @@ class Trained:
 
     @property
     def checkpoints(self) -> Sequence[Path]:
-        """Their folders, the earliest first."""
+        """The checkpoints' folders, the earliest first."""
         return sorted((self.folder / "checkpoints").iterdir())
 
 
@@ -167,7 +167,7 @@ def train(
     dtype: str,
     host: bool = False,
     changes: Mapping[str, Any] | None = None,
-) -> Trained:
+) -> TrainRun:
     """Train the tiny model.
 
     Args:
@@ -234,14 +234,14 @@ def train(
         why = f"anygauge train ended with status {done.returncode}: {said}"
         raise RunFailed(why, folder / name)
     text = (folder / name / "metrics.jsonl").read_text(encoding="utf-8")
-    return Trained(folder=folder / name, metrics=[json.loads(line) for line in text.splitlines()])
+    return TrainRun(folder=folder / name, metrics=[json.loads(one) for one in text.splitlines()])
 
 
 # -- how runs are judged --------------------------------------------------------------------------
 
 
 def compare_runs(
-    found: Trained, wanted: Trained, allowed: Mapping[str, float], where: str = "on the host"
+    found: TrainRun, wanted: TrainRun, allowed: Mapping[str, float], where: str = "on the host"
 ) -> tuple[Mapping[str, float], int, str]:
     """Every loss, norm and evaluation of a run beside another's, in the order of training.
 
@@ -288,7 +288,7 @@ class LoopTrials:
     subject: Subject
     folder: Path
     stated: Mapping[str, float] = field(default_factory=dict)
-    made: dict[str, Trained] = field(default_factory=dict)
+    made: dict[str, TrainRun] = field(default_factory=dict)
     figures: dict[str, str] = field(default_factory=dict)
 
     def run(
@@ -300,7 +300,7 @@ class LoopTrials:
         ranks: int = 1,
         host: bool = False,
         resume: Path | None = None,
-    ) -> Trained:
+    ) -> TrainRun:
         """Train, unless it was done before.
 
         Args:
@@ -331,7 +331,7 @@ class LoopTrials:
             )
         return self.made[name]
 
-    def allowed(self, dtype: str, tolerance: float | None = None) -> dict[str, float]:
+    def tolerances(self, dtype: str, tolerance: float | None = None) -> dict[str, float]:
         """Largest relative differences from the host's run; of norms ten times the most of all.
 
         Args:
@@ -363,7 +363,7 @@ class LoopTrials:
         """
         resume = self.run("adapter", dtype).checkpoints[0] if resumed else None
         host = self.run("adapter" if kind == "spread" else kind, dtype, host=True)
-        allowed = self.allowed(dtype, spec.tolerance if spec else None)
+        allowed = self.tolerances(dtype, spec.tolerance if spec else None)
         try:
             found = self.run(kind, dtype, spec=spec, ranks=ranks, resume=resume)
         except RunFailed as error:
@@ -384,7 +384,7 @@ class LoopTrials:
         cause = cause_of(self.subject, self.folder, folder, step, ranks=ranks)
         return f"{wrong}; {cause}"
 
-    def spread(self, specs: Sequence[StrategySpec], ranks: int) -> str:
+    def try_strategies(self, specs: Sequence[StrategySpec], ranks: int) -> str:
         """What is wrong with each strategy, in words; empty if nothing is. The figures have those
         that say nothing of a device."""
         wrong = []
@@ -397,7 +397,7 @@ class LoopTrials:
                 wrong.append(f"{spec.name}: {why}")
         return "; ".join(wrong)
 
-    def resumed(self, spec: StrategySpec | None = None, ranks: int = 1) -> str:
+    def try_resume(self, spec: StrategySpec | None = None, ranks: int = 1) -> str:
         """Why a run, without a strategy one that drops out, does not go on from its middle as it
         was, to the last digit unless sums vary; empty if it does."""
         kind = "adapter" if spec else "dropout"
@@ -411,7 +411,7 @@ class LoopTrials:
         if spec:
             usual[LOSS] = max(spec.tolerance, 1e-6)
         elif self.subject.create().sums_vary:  # it says so: resumed, it differs no more than they
-            usual = self.allowed("float32")
+            usual = self.tolerances("float32")
         *_, wrong = compare_runs(rest, whole, usual, "in the undisturbed run")
         return wrong and (
             f"after a resume from step {MIDDLE} {wrong}: a state, a generator or the place in the "
@@ -420,11 +420,11 @@ class LoopTrials:
 
 
 def strategies(subject: Subject) -> tuple[list[StrategySpec], dict[str, str]]:
-    """(Installed strategies whose needs the device meets, `sharding` first; why not the rest)."""
+    """(Strategies whose needs the device meets, `sharding_spec` first; why not the rest)."""
     backend, refused = subject.create(), {}
     specs = [plugin.spec for plugin in Registry.load().strategies]
     specs = [spec for spec in specs if not spec.reference and spec.name != AUTO]
-    specs.sort(key=lambda spec: spec.name != sharding().name)
+    specs.sort(key=lambda spec: spec.name != sharding_spec().name)
     for spec in specs:
         lacking = [str(s) for s in map(backend.support, spec.needs) if not s]
         whys = (*lacking, backend.unsupported_engines.get(spec.engine), missing_of(spec))

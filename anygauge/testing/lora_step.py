@@ -1,7 +1,7 @@
 """The operators of torch that the kit tries by OpInfo's samples.
 
-docs/conformance-kit.md lists what a LoRA step calls and what tests each operator; a test records
-such a step, and fails where that list or this one lacks one. A backward's OpInfo is the
+docs/conformance/operators.txt lists what a LoRA step calls and what tests each operator; a test
+records such a step, and fails where that list or this one lacks one. A backward's OpInfo is the
 forward's, whose gradients are compared, too.
 """
 

@@ -9,10 +9,10 @@ import torch
 
 from anygauge.interface import MemoryStats
 from anygauge.testing.bounds import on_host
-from anygauge.testing.check import NotAsked, Opened, check, of_type
+from anygauge.testing.check import Device, SkipCheck, check, of_type
 from anygauge.testing.rank_context import RankContext, check_on_ranks
 
-HELD = 0.9
+USED_SHARE = 0.9
 """Part of the memory that is in use, as in training, while more is asked for."""
 PIECES = 64
 MIB, MOST_OF_THE_HOST, LARGEST_MEMORY = 2**20, 2**30, 2**50
@@ -29,8 +29,8 @@ OF_A_PROCESS = 256 * MIB
     "which must count what the allocator has given out, and at reset_peak(); the vendor's tool "
     "gives mebibytes, a share, -1 for unknown, or numbers of several devices",
 )
-def memory_moves(on: Opened) -> None:
-    size = 64 * MIB if _counts(on) else OF_A_PROCESS
+def memory_moves(on: Device) -> None:
+    size = 64 * MIB if _has_allocator(on) else OF_A_PROCESS
     on.placement.reset_peak()
     before = _memory(on)
     held = torch.ones(size, dtype=torch.uint8, device=on.device)
@@ -41,7 +41,7 @@ def memory_moves(on: Opened) -> None:
     assert grown >= size, f"{size} bytes were taken, and memory in use grew by {grown}"
     assert freed >= size, "memory that was freed still counts as in use"
     # The kernel counts a process's pages in batches for each thread.
-    slack = 0 if _counts(on) else size // 64
+    slack = 0 if _has_allocator(on) else size // 64
     assert after.peak >= before.in_use + size - slack, (
         f"the peak is {after.peak}, but {before.in_use + size} bytes were in use"
     )
@@ -61,19 +61,19 @@ def memory_moves(on: Opened) -> None:
     "an unknown error; look at what a failed request frees, and at the driver's errors of small "
     "and huge requests",
 )
-def out_of_memory(on: Opened) -> None:
+def out_of_memory(on: Device) -> None:
     for other in (ValueError("shape"), RuntimeError("mat1 and mat2 shapes cannot be multiplied")):
         assert not on.placement.is_out_of_memory(other), f"{other!r} counts as out of memory"
     stats = on.placement.memory()
-    if not _counts(on) or stats.limit is None:
-        raise NotAsked("it shares the host's memory, or its limit is unknown")
-    _refuses(on, 2 * stats.limit, 16 * stats.limit, 2**60)
-    free = int(HELD * stats.limit) - stats.in_use
+    if not _has_allocator(on) or stats.limit is None:
+        raise SkipCheck("it shares the host's memory, or its limit is unknown")
+    _expect_refusal(on, 2 * stats.limit, 16 * stats.limit, 2**60)
+    free = int(USED_SHARE * stats.limit) - stats.in_use
     size = max(free // PIECES, MIB)
     if free > MOST_OF_THE_HOST and _is_of_the_host(on, size):
         return  # exhausting the host would harm others
-    held = [_taken(on, size, number) for number in range(free // size)]
-    _refuses(on, stats.limit // 4, stats.limit, 16 * stats.limit)
+    held = [_take_memory(on, size, number) for number in range(free // size)]
+    _expect_refusal(on, stats.limit // 4, stats.limit, 16 * stats.limit)
     for number, each in enumerate(held):
         assert each is not None, f"{number} pieces of {size} are all of {stats.limit} bytes"
         found = on_host(each[:: max(size // 1000, 1)])
@@ -88,10 +88,10 @@ def out_of_memory(on: Opened) -> None:
     del held, each, found
     left = _memory(on).in_use - stats.in_use
     assert left <= MIB, f"{left} bytes stay in use after memory was exhausted and freed"
-    assert _taken(on, size, 0) is not None, f"{size} bytes are refused after all was freed"
+    assert _take_memory(on, size, 0) is not None, f"{size} bytes are refused after all was freed"
 
 
-def _taken(on: Opened, size: int, number: int) -> torch.Tensor | None:
+def _take_memory(on: Device, size: int, number: int) -> torch.Tensor | None:
     """Memory that is filled with a number, or None where it was refused in the right way."""
     try:
         taken = torch.empty(size, dtype=torch.uint8, device=on.device)
@@ -104,10 +104,10 @@ def _taken(on: Opened, size: int, number: int) -> torch.Tensor | None:
         return None
 
 
-def _refuses(on: Opened, *sizes: int) -> None:
+def _expect_refusal(on: Device, *sizes: int) -> None:
     """Requests that cannot be met are refused, and the device goes on computing."""
     for size in sizes:
-        assert _taken(on, size, 0) is None, (
+        assert _take_memory(on, size, 0) is None, (
             f"{size} bytes were given beyond the limit: memory().limit is None where a device "
             "moves to the host what it has no room for"
         )
@@ -116,7 +116,7 @@ def _refuses(on: Opened, *sizes: int) -> None:
         assert bool(found.eq(64).all()), f"a product of ones is wrong after {size} were refused"
 
 
-def _is_of_the_host(on: Opened, size: int) -> bool:
+def _is_of_the_host(on: Device, size: int) -> bool:
     """Whether the device's memory is the process's own."""
     used = psutil.Process().memory_info
     before, held = used().rss, torch.ones(size, dtype=torch.uint8, device=on.device)
@@ -130,7 +130,7 @@ def _is_of_the_host(on: Opened, size: int) -> bool:
     "look at memory() and reset_peak(), which must ask for the device that this rank opened",
 )
 def memory_of_each_rank(on: RankContext) -> None:
-    size = 16 * (on.rank + 1) * MIB if _counts(on) else OF_A_PROCESS
+    size = 16 * (on.rank + 1) * MIB if _has_allocator(on) else OF_A_PROCESS
     # One rank takes memory at a time; the others must see nothing of it.
     for turn in on.ranks:
         on.collectives.barrier()
@@ -145,16 +145,16 @@ def memory_of_each_rank(on: RankContext) -> None:
         for what, value in (("memory in use", during.in_use), ("the peak", during.peak)):
             grown = value - before.in_use
             fits = grown >= size - size // 64 if turn == on.rank else grown < 8 * MIB
-            on.hold(fits, f"{what} grew by {grown} when rank {turn} took memory")
+            on.expect(fits, f"{what} grew by {grown} when rank {turn} took memory")
 
 
-def _counts(on: Opened | RankContext) -> bool:
+def _has_allocator(on: Device | RankContext) -> bool:
     """Whether the device has an allocator of its own; else it is the process's memory."""
     return on.backend.placement.memory().kind.split(",")[0] == "allocator"
 
 
-def _memory(on: Opened | RankContext) -> MemoryStats:
-    """As it is reported once all work is done."""
+def _memory(on: Device | RankContext) -> MemoryStats:
+    """Return the statistics once all work is done."""
     gc.collect()
     on.backend.placement.synchronize()
     stats = on.backend.placement.memory()

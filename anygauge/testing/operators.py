@@ -17,8 +17,8 @@ from torch import Tensor
 
 from anygauge.interface import HOST_DEVICE
 from anygauge.testing import bounds
-from anygauge.testing.bounds import LAYOUTS, Arrange, compare, on_host, types
-from anygauge.testing.check import NotAsked, Opened, check
+from anygauge.testing.bounds import LAYOUTS, Arrange, compare, dtypes, on_host
+from anygauge.testing.check import Device, SkipCheck, check
 from anygauge.testing.lora_step import OPINFOS
 
 SAMPLES = 24
@@ -38,7 +38,7 @@ PRODUCTS = ("addmm", "baddbmm", "bmm", "matmul", "mm", "outer")
 
 
 @functools.cache
-def infos() -> dict[str, list[Any]]:
+def op_infos() -> dict[str, list[Any]]:
     """OpInfo's entries by name."""
     try:
         from torch.testing._internal.common_methods_invocations import op_db
@@ -53,8 +53,8 @@ def infos() -> dict[str, list[Any]]:
     return found
 
 
-def _samples(on: Opened, info: Any, dtype: torch.dtype) -> Sequence[Any]:
-    """At most `SAMPLES`, spread over all that there are."""
+def _samples(on: Device, info: Any, dtype: torch.dtype) -> Sequence[Any]:
+    """Select at most `SAMPLES`, spread over all that there are."""
     most = FEW if on.backend.graph.accumulates else SAMPLES
     grads = dtype in OF_GRADIENTS and info.supports_autograd and dtype in info.backward_dtypes
     torch.manual_seed(0)
@@ -111,7 +111,7 @@ def _run(
     return found
 
 
-def _try_type(on: Opened, name: str, info: Any, dtype: torch.dtype) -> None:
+def _try_type(on: Device, name: str, info: Any, dtype: torch.dtype) -> None:
     """Each sample as it usually lies in memory, and in one of the other ways, in turn."""
     queued = []
     ways = [*LAYOUTS]
@@ -142,7 +142,7 @@ def _try_type(on: Opened, name: str, info: Any, dtype: torch.dtype) -> None:
             _judge(on, product, of, found, wanted, like)
 
 
-def _judge(on: Opened, product: bool, of: str, found: Tensor, wanted: Tensor, like: Tensor) -> None:
+def _judge(on: Device, product: bool, of: str, found: Tensor, wanted: Tensor, like: Tensor) -> None:
     """Compare with float64, or exactly what is no floating point number."""
     dtype = like.dtype
     assert found.dtype == dtype, f"{of}: a result of {found.dtype}, not {dtype}"
@@ -164,11 +164,11 @@ def _judge(on: Opened, product: bool, of: str, found: Tensor, wanted: Tensor, li
 
 
 def _register(name: str) -> None:
-    def tried(on: Opened) -> None:
-        found = infos().get(name)
+    def tried(on: Device) -> None:
+        found = op_infos().get(name)
         if not found:
-            raise NotAsked(f"torch {torch.__version__} has no OpInfo of that name")
-        for dtype, info in itertools.product((*types(on), *WHOLE), found):
+            raise SkipCheck(f"torch {torch.__version__} has no OpInfo of that name")
+        for dtype, info in itertools.product((*dtypes(on), *WHOLE), found):
             lower = dtype in (torch.bfloat16, torch.float16)
             whole_gradient = dtype in WHOLE and "backward" in name
             if dtype in info.dtypes and not (lower and name in COUNTED) and not whole_gradient:

@@ -70,10 +70,10 @@ class Paper:
 @contextlib.contextmanager
 def process_unchanged(what: str) -> Iterator[None]:
     """Fail if what is done meanwhile changes the process, or imports what is heavy."""
-    before, loaded = _process_state(), _heavy()
+    before, loaded = _process_state(), _heavy_modules()
     yield
     assert _process_state() == before, f"{what} changed the process's environment, folder or umask"
-    imported = sorted(_heavy() - loaded)
+    imported = sorted(_heavy_modules() - loaded)
     assert not imported, f"{what} imported {', '.join(imported)}"
 
 
@@ -81,7 +81,7 @@ def _process_state() -> tuple[dict[str, str], str, int]:
     return dict(os.environ), str(Path.cwd()), os.umask(os.umask(0o22))
 
 
-def _heavy() -> set[str]:
+def _heavy_modules() -> set[str]:
     return {name for name in HEAVY if name in sys.modules}
 
 
@@ -92,7 +92,7 @@ def _heavy() -> set[str]:
     "older; every command takes seconds where the announcing module imports the backend's own",
 )
 def announced(paper: Paper) -> None:
-    spec, imported = paper.spec, sorted(_heavy())
+    spec, imported = paper.spec, sorted(_heavy_modules())
     assert not imported, f"importing the plugin imported {', '.join(imported)}"
     plain = spec.name.replace("-", "").replace("_", "").isalnum() and spec.name == spec.name.lower()
     assert plain, f"{spec.name!r} is not a plain name in lower case"

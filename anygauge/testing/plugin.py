@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 
 from anygauge.interface import API_VERSION
-from anygauge.testing.check import CHOSEN, CHOSEN_STRATEGY, DECLARED, PROGRESS, SKIPPED
+from anygauge.testing.check import BACKEND_VARIABLE, CHOSEN_STRATEGY, DECLARED, PROGRESS, SKIPPED
 
 CONFORMANCE = Path(__file__).with_name("contract.py")
 """Collected by ``--anygauge-backend``; its `TestBackend` is the backend of that name."""
 BACKEND, STRATEGY, REPORT = "--anygauge-backend", "--anygauge-strategy", "--anygauge-report"
 KITS = {
-    BACKEND: (CONFORMANCE, CHOSEN),
+    BACKEND: (CONFORMANCE, BACKEND_VARIABLE),
     STRATEGY: (CONFORMANCE.with_name("strategy_contract.py"), CHOSEN_STRATEGY),
 }
 """Option -> the kit, and the variable in which it finds the name."""
@@ -107,7 +107,7 @@ class _Reporter:
         if hasattr(contract, "rank_counts") and ended:
             parameters = item.callspec.params if hasattr(item, "callspec") else {}
             part, title = heading(item.function, parameters)
-            result, why = _judged(outcome, call)
+            result, why = _line_of(outcome, call)
             line = Line(part=part, name=item.name, title=title, result=result, why=why)
             # What the loop's runs have found so far.
             figures = getattr(item.funcargs.get("runs"), "figures", {})
@@ -148,14 +148,14 @@ class _Reporter:
                 terminalreporter.write_line(line)
         for name in config.getoption(REPORT):
             if reports:
-                write_text(Path(name), written(reports, Path(name).suffix))
+                write_text(Path(name), render(reports, Path(name).suffix))
                 terminalreporter.write_line(f"written: {name}")
             else:
                 missing = f"{REPORT} {name} was not written: no test of a BackendContract was run"
                 terminalreporter.write_line(f"ERROR: {missing}", red=True)
 
 
-def _judged(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
+def _line_of(outcome: pytest.TestReport, call: Any) -> tuple[str, str]:
     """(Result of the line, why) of a test that is over."""
     raised = call.excinfo.value if call.excinfo else None
     said = " ".join(str(raised).split()) if raised else str(outcome.longrepr)
@@ -223,7 +223,7 @@ class ConformanceReport:
 
     @property
     def not_tried(self) -> Sequence[str]:
-        """Tests of the contract that were left out, or could not be asked here."""
+        """Tests of the contract that were left out, or could not run here."""
         tried = {line.name for line in self.lines if line.result != "untried"}
         return [name for name in self.contents if name not in tried]
 
@@ -254,9 +254,9 @@ class ConformanceReport:
     def conditions(self) -> dict[str, str]:
         """Versions and machine."""
         from anygauge.interface import installed_version
-        from anygauge.testing.check import sharding
+        from anygauge.testing.check import sharding_spec
 
-        packages = ("anygauge", "torch", "transformers", "peft", *sharding().distributions)
+        packages = ("anygauge", "torch", "transformers", "peft", *sharding_spec().distributions)
         return {
             "contract": str(API_VERSION),
             "python": platform.python_version(),
@@ -284,7 +284,7 @@ class ConformanceReport:
         return text
 
     def record(self) -> dict[str, Any]:
-        """The same, for machines."""
+        """Return the same, for machines."""
         return {
             "backend": self.backend,
             "distribution": self.distribution,
@@ -331,7 +331,7 @@ def contents(contract: type) -> dict[str, tuple[str, str]]:
     return found
 
 
-def written(reports: Sequence[ConformanceReport], suffix: str) -> str:
+def render(reports: Sequence[ConformanceReport], suffix: str) -> str:
     """The text of a file: Markdown, or JSON (an object, or a list of them if there are several)."""
     if suffix == ".md":
         return "\n".join(report.markdown() for report in reports)

@@ -1,4 +1,4 @@
-"""Where the kit's code runs: in processes of their own, with the environment that the backend sets.
+"""Runs the kit's code in processes of its own, with the environment that the backend sets.
 
 The backend's code must not run, set variables or crash in the author's pytest. So one process makes
 the environment of every rank, as an agent does, and one a rank asks the checks of a part. It writes
@@ -33,11 +33,11 @@ from anygauge.testing.check import (
     COLLECTIVE_TIMEOUT_S,
     FAILED,
     ConformanceCheck,
-    Opened,
+    Device,
     Verdict,
     progress,
     run_check,
-    worst,
+    worst_verdict,
 )
 from anygauge.testing.leaks import ProcessState
 from anygauge.testing.paper import Paper
@@ -122,7 +122,7 @@ def answer_of(
     what: str,
     limit_s: float = 120.0,
 ) -> Any:
-    """What a function returns in a process of its own; `what` says in words what that is.
+    """Return what a function gives in a process of its own; `what` describes that.
 
     Raises:
         AssertionError: it ended otherwise, or not in time.
@@ -134,7 +134,7 @@ def answer_of(
         return json.loads(file.read_text(encoding="utf-8"))
 
 
-def environments(
+def rank_environments(
     part: str, subject: Subject, ranks: int
 ) -> tuple[Sequence[Mapping[str, str]], str]:
     """The whole environment of every rank, and why the backend's share is missing; empty if not."""
@@ -173,7 +173,7 @@ def run_ranks(
         The files, which a process may not have written; and how one ended that did not end in
         order, or why it lacked its environment, in words.
     """
-    found, trouble = environments(part, subject, ranks)
+    found, trouble = rank_environments(part, subject, ranks)
     files = [base.with_name(f"{base.name}.rank{rank}.json") for rank in range(ranks)]
     request = {**request, "rendezvous": f"file://{base}.rendezvous"}
     processes = [
@@ -219,11 +219,11 @@ def run_to_end(
             process.wait()
             troubles.append((len(answers_in(file)), f"{who or ENDING} had not ended {why}"))
         elif status := process.poll():
-            troubles.append((len(answers_in(file)), _ending(file, status, who)))
+            troubles.append((len(answers_in(file)), _describe_end(file, status, who)))
     return "; ".join(text for _, text in sorted(troubles))
 
 
-def _ending(answers: Path, status: int, who: str) -> str:
+def _describe_end(answers: Path, status: int, who: str) -> str:
     """``broadcast had not ended after 60 s (in all_reduce, collectives.py:88)``, where a process
     has ended for that, or its status and the end of its log."""
     path = answers.with_suffix(".log")
@@ -258,7 +258,7 @@ class PartVerdicts:
     trouble: str = ""
 
     def of(self, check: ConformanceCheck) -> Verdict:
-        """The verdict on a check; one that says what happened where there is none."""
+        """Return the verdict on a check; one that says what happened where there is none."""
         if check.of_the_end:
             return run_check(check.function, self.trouble, None)
         why = f": {self.trouble}" if self.trouble else ""
@@ -270,10 +270,10 @@ def ask(part: str, subject: Subject, folder: Path, *, ranks: int = 1) -> PartVer
     request = {"part": part, "backend": subject.name, "options": dict(subject.options)}
     what = f"{subject.name} {PARTS[part][0].format(ranks=ranks)}"
     base = folder / f"{part}{ranks}"
-    return merged(*run_ranks(main, request, subject, base, part=part, ranks=ranks, what=what))
+    return merge(*run_ranks(main, request, subject, base, part=part, ranks=ranks, what=what))
 
 
-def merged(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
+def merge(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
     """The worst verdict of all ranks on each check, from a file of each.
 
     A rank without one that others gave has failed, and so has a check that some rank has begun and
@@ -289,7 +289,7 @@ def merged(files: Sequence[Path], trouble: str = "") -> PartVerdicts:
                 for rank, (result, why) in enumerate(given)
             ]
         broken = any(result == BEGUN for result, _ in given)
-        verdicts[name] = (FAILED, trouble) if broken else worst(given)
+        verdicts[name] = (FAILED, trouble) if broken else worst_verdict(given)
     return PartVerdicts(verdicts=verdicts, trouble=trouble)
 
 
@@ -400,16 +400,16 @@ def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
     part, registry = request["part"], Registry.load(os.environ)
     fresh = partial(registry.create_backend, request["backend"], request["options"])
     if part == "operators":
-        from anygauge.testing.operators import infos
+        from anygauge.testing.operators import op_infos
 
-        infos()  # their import takes longer than a check
+        op_infos()  # their import takes longer than a check
     backend = fresh()
     collectives = backend.support("collectives")
     absent, subject = None, None
     if part == "ranks" and not collectives:  # then they must not even open
-        absent = run_check(lambda _: _opened(request, backend, fresh), None, collectives)
+        absent = run_check(lambda _: _open_backend(request, backend, fresh), None, collectives)
     else:
-        subject = _opened(request, backend, fresh)
+        subject = _open_backend(request, backend, fresh)
 
     def judge(check: ConformanceCheck) -> Verdict:
         if absent is not None:
@@ -428,12 +428,12 @@ def _on_device(request: Any, answers: Answers, state: ProcessState) -> None:
         _ask_all(part, answers, state)
 
 
-def _opened(request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any:
+def _open_backend(request: Any, backend: Backend, fresh: Callable[[], Backend]) -> Any:
     """What the part's checks get, with the backend opened for it."""
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     device = backend.open(rank)
     if request["part"] != "ranks":
-        return Opened(backend=backend, device=device, fresh=fresh)
+        return Device(backend=backend, device=device, fresh=fresh)
     from anygauge.testing.rank_context import RankContext  # which imports torch
 
     backend.collectives.open(

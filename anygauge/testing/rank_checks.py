@@ -17,8 +17,8 @@ import torch
 import torch.distributed as dist
 
 from anygauge.interface import HOST_DEVICE
-from anygauge.testing.bounds import types
-from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, sharding
+from anygauge.testing.bounds import dtypes
+from anygauge.testing.check import COLLECTIVE_TIMEOUT_S, sharding_spec
 from anygauge.testing.collective_checks import groups
 from anygauge.testing.rank_context import RankContext, check_on_ranks
 from anygauge.util.limits import libraries_of
@@ -36,15 +36,15 @@ MEBIBYTE = 2**20
     means="Replicas drift apart by a last digit in each step, until they are different models.",
 )
 def ranks_agree(on: RankContext) -> None:
-    for dtype in types(on):
+    for dtype in dtypes(on):
         for op in ("sum", "mean"):
             for size in (7, 2**16 + 3):
-                thirds = (on.exact(size, dtype, on.rank) / 3).to(dtype)
+                thirds = (on.values(size, dtype, on.rank) / 3).to(dtype)
                 result = on.collectives.all_reduce(thirds.to(on.device), op=op).to(HOST_DEVICE)
                 bits = result.view(torch.uint8).numpy().tobytes()
                 digests = on.collectives.gather_objects(hashlib.sha256(bits).hexdigest())
                 what = f"all_reduce {op} of {size} x {dtype} differs between ranks"
-                on.hold(len(set(digests)) == 1, what)
+                on.expect(len(set(digests)) == 1, what)
 
 
 def _left_together(on: RankContext, late: int, leave: Callable[[], Any]) -> None:
@@ -56,7 +56,7 @@ def _left_together(on: RankContext, late: int, leave: Callable[[], Any]) -> None
     times = on.collectives.gather_objects((came, time.monotonic()))
     for rank, (_, left) in enumerate(times):
         early = times[late][0] - left
-        on.hold(early <= 0, f"rank {rank} left {early:.2f} s before rank {late} came")
+        on.expect(early <= 0, f"rank {rank} left {early:.2f} s before rank {late} came")
 
 
 @check_on_ranks(
@@ -67,9 +67,9 @@ def _left_together(on: RankContext, late: int, leave: Callable[[], Any]) -> None
 def barrier_waits(on: RankContext) -> None:
     for late in on.ranks:
         _left_together(on, late, on.collectives.barrier)
-    if sharding().engine not in on.backend.unsupported_engines:
+    if sharding_spec().engine not in on.backend.unsupported_engines:
         _left_together(on, 0, dist.barrier)  # DeepSpeed's, of the device's group
-    patience = on.collectives.patient(then=COLLECTIVE_TIMEOUT_S)
+    patience = on.collectives.patient_timeout(then=COLLECTIVE_TIMEOUT_S)
     patience.__enter__()
     _left_together(on, on.world_size - 1, lambda: patience.__exit__(None, None, None))
 
@@ -77,7 +77,7 @@ def barrier_waits(on: RankContext) -> None:
 @check_on_ranks(
     "groups have the limit that was asked for: when opened, when set, and made later",
     means="A run whose peer has died hangs for half an hour; `open` gives its groups no timeout, "
-    "`limit` was replaced, or the library does not take one.",
+    "`set_timeout` was replaced, or the library does not take one.",
 )
 def limits_hold(on: RankContext) -> None:
     def hold(name: str, group: Any, asked: float, fixed: Sequence[str] = ()) -> None:
@@ -85,7 +85,7 @@ def limits_hold(on: RankContext) -> None:
             limit = getattr(getattr(backend, "options", None), "_timeout", None)
             if isinstance(limit, datetime.timedelta) and library not in fixed:  # else unknown
                 seconds = limit.total_seconds()
-                on.hold(
+                on.expect(
                     seconds == asked,
                     f"the {name} group waits {seconds:g} s by way of {library}, not {asked:g} s, "
                     "and limit() does not name it",
@@ -95,12 +95,12 @@ def limits_hold(on: RankContext) -> None:
     for name, group in named.items():
         hold(name, group, COLLECTIVE_TIMEOUT_S)
     named |= {str(list(ranks)): group for ranks, group in groups(on).items() if on.rank in ranks}
-    fixed = on.collectives.limit(OTHER_LIMIT_S)
+    fixed = on.collectives.set_timeout(OTHER_LIMIT_S)
     try:
         for name, group in {**named, "later": dist.new_group(list(on.ranks))}.items():
             hold(name, group, OTHER_LIMIT_S, fixed)
     finally:
-        on.collectives.limit(COLLECTIVE_TIMEOUT_S)
+        on.collectives.set_timeout(COLLECTIVE_TIMEOUT_S)
     own = dist.new_group(list(on.ranks), timeout=datetime.timedelta(seconds=OWN_LIMIT_S))
     hold(f"{OWN_LIMIT_S:g} s", own, OWN_LIMIT_S)
 
@@ -123,15 +123,15 @@ def host_messages(on: RankContext) -> None:
 
     found = torch.tensor(on.collectives.sum_on_host(numbers(on.rank)), dtype=torch.float64)
     wanted = [sum(each) for each in zip(*map(numbers, on.ranks), strict=True)]
-    on.same(found, torch.tensor(wanted, dtype=torch.float64), "sum_on_host")
+    on.match(found, torch.tensor(wanted, dtype=torch.float64), "sum_on_host")
     for rank, got in enumerate(on.collectives.gather_objects(told(on.rank))):
         right = repr(got) == repr(told(rank))  # 1.0 would equal 1
-        on.hold(right, f"rank {rank} sent something else than {repr(got)[-80:]}")
+        on.expect(right, f"rank {rank} sent something else than {repr(got)[-80:]}")
     raw = [bytes(range(256)) * (4097 * rank) + bytes([rank] * rank) for rank in on.ranks]
     same = list(on.collectives.gather_bytes(raw[on.rank])) == raw
-    on.hold(same, "gather_bytes gives other bytes than were sent")
+    on.expect(same, "gather_bytes gives other bytes than were sent")
     control = on.collectives.control_group
-    on.hold(dist.get_process_group_ranks(control) == list(on.ranks), "control_group lacks ranks")
+    on.expect(dist.get_process_group_ranks(control) == list(on.ranks), "control_group lacks ranks")
 
 
 @check_on_ranks(

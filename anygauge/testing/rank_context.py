@@ -1,9 +1,9 @@
 """What checks on several ranks share: values that show a mistake, and how results are compared.
 
-Values are functions of the rank and the place in the tensor, so that each rank knows what all have
-without a message. Sums of those of `exact` and `whole` lose nothing in any order, so they must be
-right to the last bit. A result that is wrong is noted, and the check runs to its end: a rank that
-left it early would leave the others waiting.
+Values are functions of the rank and the place in the tensor, so each rank knows what all have
+without a message. Sums of `values` and of `integers` lose nothing in any order, so they must be
+right to the last bit. The check notes a wrong result and runs to its end: a rank that left it
+early would leave the others waiting.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from anygauge.interface import Backend
 from anygauge.testing.bounds import compare, on_host
-from anygauge.testing.check import ConformanceCheck, NotAsked, check, sharding
+from anygauge.testing.check import ConformanceCheck, SkipCheck, check, sharding_spec
 
 BITS = {torch.float64: 53, torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 """Significant bits of a type, with the one that is not stored; its unit roundoff is 2**-bits."""
@@ -66,26 +66,26 @@ class RankContext:
         """All of them."""
         return range(self.world_size)
 
-    def exact(self, size: int, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
+    def values(self, size: int, dtype: torch.dtype, rank: int, salt: int = 0) -> Tensor:
         """A rank's values, in float64 on the host; those of all ranks have an exact sum."""
         span = 2 ** BITS[dtype] >> (self.world_size - 1).bit_length()
-        return _drawn(size, rank, salt, span).double() * SCALE
+        return _draw(size, rank, salt, span).double() * SCALE
 
-    def whole(self, size: int, dtype: torch.dtype, rank: int, salt: int = 3) -> Tensor:
+    def integers(self, size: int, dtype: torch.dtype, rank: int, salt: int = 3) -> Tensor:
         """A rank's integers in int64; odd ones, of which no shorter type holds the sum."""
-        found = _drawn(size, rank, salt, WHOLE[dtype] // 2) * 2 + 1
+        found = _draw(size, rank, salt, WHOLE[dtype] // 2) * 2 + 1
         return found if dtype.is_signed else found.abs() % (256 // self.world_size)
 
-    def put(self, values: Tensor, dtype: torch.dtype) -> Tensor:
+    def to_device(self, values: Tensor, dtype: torch.dtype) -> Tensor:
         """Values of the host on this device, in a memory of their own."""
         return values.to(dtype, copy=True).to(self.device)
 
-    def hold(self, condition: bool, complaint: str) -> None:
+    def expect(self, condition: bool, complaint: str) -> None:
         """Note the complaint unless the condition holds."""
         if not condition:
             self.complaints.append(complaint)
 
-    def same(self, found: Tensor, wanted: Tensor, what: str, within: Tensor | float = 0.0) -> None:
+    def match(self, found: Tensor, wanted: Tensor, what: str, within: Tensor | float = 0.0) -> None:
         """Note unless `found` holds the values `wanted`, float64 or int64.
 
         Args:
@@ -99,7 +99,7 @@ class RankContext:
             self.complaints.append(str(wrong))
 
     def attempt(self, action: Callable[[], Any], what: str, ranks: Sequence[int]) -> str:
-        """Do what a library may refuse; all ranks that are asked must refuse it, or none.
+        """Do what a library may refuse; all ranks of `ranks` must refuse it, or none.
 
         Args:
             ranks: those that are; the others come along.
@@ -118,21 +118,21 @@ class RankContext:
         some = [rank for rank in ranks if everyone[rank]]
         reason = next(filter(None, everyone), "")
         together = len(some) in (0, len(ranks))
-        self.hold(together, f"{what}: ranks {some} refuse it, the others do not: {reason}")
+        self.expect(together, f"{what}: ranks {some} refuse it, the others do not: {reason}")
         return reason
 
     def asked_by_engines(self) -> None:
-        """Raises: NotAsked: this backend does not run the engine that is tried most."""
-        engine = sharding().engine
+        """Raises: SkipCheck: this backend does not run the engine that is tried most."""
+        engine = sharding_spec().engine
         if engine in self.backend.unsupported_engines:
-            raise NotAsked(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
+            raise SkipCheck(f"it cannot run {engine}: {self.backend.unsupported_engines[engine]}")
 
 
 check_on_ranks = functools.partial(check, part="ranks", capability="collectives")
 """Decorator: register a check of the part ``ranks``."""
 
 
-def _drawn(size: int, rank: int, salt: int, span: int) -> Tensor:
+def _draw(size: int, rank: int, salt: int, span: int) -> Tensor:
     """Integers from -span to span, in int64."""
     generator = torch.Generator().manual_seed(salt * 64 + rank)
     return torch.randint(-span, span + 1, (size,), generator=generator)

@@ -17,23 +17,23 @@ from anygauge.testing.bounds import (
     LAYOUTS,
     Bound,
     compare,
+    dtypes,
     even_values,
     on_host,
     rounded_sum,
-    types,
 )
-from anygauge.testing.check import TABLE_S, Opened, check
+from anygauge.testing.check import TABLE_S, Device, check
 
-LISTED = 200
+LIST_LENGTH = 200
 """Tensors of a list: more than one launch takes (64 to 110, by torch's `MultiTensorApply.cuh`)."""
-OFTEN = 70_000
+TIMES = 70_000
 """How often an index comes: more than 2^16."""
 Function = Callable[..., Tensor]
 check_sizes = partial(check, part="device", limit_s=TABLE_S)
 
 
-def _agrees(
-    on: Opened, function: Function, given: Sequence[Tensor], bound: Bound, what: str, terms: int = 0
+def _check(
+    on: Device, function: Function, given: Sequence[Tensor], bound: Bound, what: str, terms: int = 0
 ) -> tuple[Tensor, Tensor]:
     """(Found, wanted): a function on the device is within its bound of the host's in float64; to
     it comes that of a sum of so many terms of one sign."""
@@ -60,7 +60,7 @@ BY_INDEX: Mapping[str, Function] = {
         nn.embedding(at, x.requires_grad_()), x, v
     )[0],
 }
-EACH: Mapping[str, tuple[Bound, Function]] = {
+ELEMENTWISE: Mapping[str, tuple[Bound, Function]] = {
     "the conversion from float32": (bounds.round_either_way, lambda x, _, full: full.type_as(x)),
     "add": (bounds.round_either_way, lambda x, y, _: x + y),
     "mul": (bounds.round_either_way, lambda x, y, _: x * y),
@@ -72,20 +72,20 @@ EACH: Mapping[str, tuple[Bound, Function]] = {
 
 @check_sizes(
     "long sums keep their digits, over all and along each dimension, and those of an index that "
-    f"comes {OFTEN:,} times",
+    f"comes {TIMES:,} times",
     means="losses and norms of large models, or gradients of frequent tokens, such as padding, "
     "would be wrong; look for sums that are kept in the inputs' type, for counts and offsets of "
     "too few bits, and for adding that is not atomic",
 )
-def long_sums(on: Opened) -> None:
-    for dtype, (name, of_all) in itertools.product(types(on), SUMS.items()):
+def long_sums(on: Device) -> None:
+    for dtype, (name, of_all) in itertools.product(dtypes(on), SUMS.items()):
         values = even_values(5, 2**14 + 3, seed=6, low=0.25, high=1).to(dtype)
         terms = values.numel()
-        _agrees(on, of_all, [values], bounds.round_either_way, f"{name} of {terms}", 4 * terms)
-    places = torch.where(torch.arange(OFTEN) % 7 > 0, 3, torch.arange(OFTEN) // 7 % 5)
-    given = torch.zeros(5, 4), places, even_values(OFTEN, 4, seed=9).float()
+        _check(on, of_all, [values], bounds.round_either_way, f"{name} of {terms}", 4 * terms)
+    places = torch.where(torch.arange(TIMES) % 7 > 0, 3, torch.arange(TIMES) // 7 % 5)
+    given = torch.zeros(5, 4), places, even_values(TIMES, 4, seed=9).float()
     for name, by_index in BY_INDEX.items():
-        _agrees(on, by_index, given, bounds.round_either_way, f"{name}, {OFTEN} indices", 4 * OFTEN)
+        _check(on, by_index, given, bounds.round_either_way, f"{name}, {TIMES} indices", 4 * TIMES)
 
 
 @check_sizes(
@@ -93,12 +93,12 @@ def long_sums(on: Opened) -> None:
     means="weights would drift with every update; look for results that are cut off, which is the "
     "usual shortcut, or that are computed in a shorter type",
 )
-def rounding_leans_to_no_side(on: Opened) -> None:
-    for dtype in types(on):
+def rounding_leans_to_no_side(on: Device) -> None:
+    for dtype in dtypes(on):
         x, y = (even_values(257, 301, seed=seed, low=0.5, high=4).float() for seed in (1, 2))
         given = x.to(dtype), y.to(dtype), x
-        for name, (bound, function) in EACH.items():
-            bounds.check_unbiased(*_agrees(on, function, given, bound, name), name)
+        for name, (bound, function) in ELEMENTWISE.items():
+            bounds.check_unbiased(*_check(on, function, given, bound, name), name)
 
 
 PRODUCTS: Mapping[str, Function] = {
@@ -115,14 +115,14 @@ ONE_ROW = tuple((1, terms, 67) for terms in (1, 4097, 11008, 32768))
 
 
 def _product(
-    on: Opened, function: Function, inputs: Sequence[Tensor], terms: int, what: str
+    on: Device, function: Function, inputs: Sequence[Tensor], terms: int, what: str
 ) -> tuple[Tensor, Tensor]:
-    """The same of a product, within the bound of its sums and of its factors."""
+    """Compare a product, within the bound of its sums and of its factors."""
     magnitude, dtype = function(*(each.double().abs() for each in inputs)), inputs[0].dtype
     # Factors of float32 may be shortened.
     factors = 4 * bounds.product_roundoff(on, dtype) * (dtype is torch.float32)
     bound = rounded_sum(terms, magnitude, dtype) + factors * magnitude
-    return _agrees(on, function, inputs, lambda *_: bound, what)
+    return _check(on, function, inputs, lambda *_: bound, what)
 
 
 @check_sizes(
@@ -133,20 +133,20 @@ def _product(
     "for one row, how it splits a long sum, and float32 products in a shorter type (declare that "
     "one with Placement.float32_product_bits)",
 )
-def products_keep_their_digits(on: Opened) -> None:
+def products_keep_their_digits(on: Device) -> None:
     # Of one sign, too: terms that cancel hide a sum that is kept in too few digits.
-    for (name, function), low, dtype in itertools.product(PRODUCTS.items(), (0.5, -1.5), types(on)):
+    for (name, call), low, dtype in itertools.product(PRODUCTS.items(), (0.5, -1.5), dtypes(on)):
         unit, factors = bounds.roundoff(dtype), bounds.product_roundoff(on, dtype)
         for rows, terms, columns in SHAPES if name == "mm" else ONE_ROW:
             x = even_values(rows, terms, seed=1, low=low).to(dtype)
             w = even_values(columns, terms, seed=2, low=low).to(dtype)
             what = f"{name}, {rows} x {terms} x {columns} from {low}"
-            found, wanted = _product(on, function, (x, w), terms * (4 if rows == 1 else 1), what)
+            found, wanted = _product(on, call, (x, w), terms * (4 if rows == 1 else 1), what)
             if low > 0:
                 # Many roundings of one sum need not cancel: those of float32 by their root. Shorter
                 # factors may be cut off.
                 lean = terms**0.5 * bounds.roundoff(torch.float32) + 4 * max(factors - unit, 0.0)
-                bounds.check_unbiased(found, wanted, what, bounds.BIASED + lean / unit)
+                bounds.check_unbiased(found, wanted, what, bounds.MAX_BIAS + lean / unit)
 
 
 WIDE_ROWS: Mapping[str, Function] = {
@@ -160,7 +160,7 @@ WIDE_ROWS: Mapping[str, Function] = {
 
 
 def _gradient(function: Function, x: Tensor, *others: Tensor) -> Tensor:
-    """Of a function, for values from above that differ, and that each type has."""
+    """Return a function's gradient, for values from above that differ, and that each type has."""
     out = function(x.requires_grad_(), *others)
     above = (torch.arange(out.numel()) % 7 - 3).reshape(out.shape) / 4
     return torch.autograd.grad(out, x, above.to(out))[0]
@@ -171,16 +171,16 @@ def _gradient(function: Function, x: Tensor, *others: Tensor) -> Tensor:
     means="the loss over a vocabulary, long attention or a wide layer would be wrong; look at the "
     "kernel for rows that do not fit one block, and at how it joins their parts",
 )
-def wide_rows(on: Opened) -> None:
+def wide_rows(on: Device) -> None:
     # Devices change kernels above 4,096; the other is of a large vocabulary.
-    for dtype, columns in itertools.product(types(on), (4097, 131072)):
+    for dtype, columns in itertools.product(dtypes(on), (4097, 131072)):
         x, scale = (even_values(n, columns, seed=7, low=-3, high=3).to(dtype) for n in (3, 1))
         x[:, -1] = 6.0  # the largest of each row
         targets = torch.tensor([columns - 1, columns // 2 + 1, -100])  # the last does not count
         given = x, scale[0], targets
         for name, function in WIDE_ROWS.items():
             for of, tried in (("", function), ("the gradient of ", partial(_gradient, function))):
-                _agrees(on, tried, given, bounds.normwise, f"{of}{name} of 3 x {columns}", columns)
+                _check(on, tried, given, bounds.normwise, f"{of}{name} of 3 x {columns}", columns)
 
 
 FOREACH: Mapping[str, Callable[..., Any]] = {
@@ -200,17 +200,17 @@ FOREACH: Mapping[str, Callable[..., Any]] = {
 
 def _list(seed: int) -> list[Tensor]:
     """Float32 values of odd sizes, small and large in turn, as an adapter's factors have them."""
-    sizes = [(n % 7 + 1, 4 + n % 5) if n % 20 else (17, 1031) for n in range(LISTED)]
+    sizes = [(n % 7 + 1, 4 + n % 5) if n % 20 else (17, 1031) for n in range(LIST_LENGTH)]
     return [even_values(*size, seed=seed + n).float() for n, size in enumerate(sizes)]
 
 
 @check_sizes(
-    f"`_foreach` functions, clipping and AdamW of {LISTED} tensors are those of one at a time",
+    f"`_foreach` functions, clipping and AdamW of {LIST_LENGTH} tensors are those of one at a time",
     means="the last factors of an adapter would stay untrained, be trained twice, or gradients be "
     "clipped to another norm; look at how the device splits a list of tensors into launches, at "
     "the last of them, and at the `_foreach` and fused forms of the optimizer",
 )
-def lists_of_tensors(on: Opened) -> None:
+def lists_of_tensors(on: Device) -> None:
     host = [_list(100), _list(400), _list(700)]
     for name, function in FOREACH.items():
         there = [[each.to(on.device, copy=True) for each in one] for one in host]
@@ -220,14 +220,14 @@ def lists_of_tensors(on: Opened) -> None:
             one = [[each[number].double()] for each in host]
             right = (function(*one) or one[0])[0]
             allowed = bounds.normwise(right, torch.float32) + 1e-6  # parts of about 1 may cancel
-            compare(on_host(mine), right, allowed, f"{name}, tensor {number} of {LISTED}")
+            compare(on_host(mine), right, allowed, f"{name}, tensor {number} of {LIST_LENGTH}")
     wanted = _trained(Tensor.double, foreach=False)
     for form in ({"foreach": False}, {"foreach": True}, {"fused": True}, {}):
         # Torch has not got every form for each type of device.
         with contextlib.suppress(*[RuntimeError] * any(form.values())):
             found = _trained(lambda each: each.to(on.device, copy=True), **form)
             for number, (mine, right) in enumerate(zip(found, wanted, strict=True)):
-                what = f"tensor {number} of {LISTED}" if number else "the gradients' norms"
+                what = f"tensor {number} of {LIST_LENGTH}" if number else "the gradients' norms"
                 compare(mine, right, 2e-4 * right.abs().clamp(min=1), f"AdamW {form}, {what}")
 
 
@@ -259,14 +259,14 @@ LENGTHS: Mapping[str, tuple[Bound, Function]] = {
     means="rows of some lengths would be wrong in their last elements; look at the last, "
     "incomplete block of a kernel",
 )
-def odd_lengths(on: Opened) -> None:
+def odd_lengths(on: Device) -> None:
     # Where every new shape is compiled, all would take minutes.
     lengths = range(1, 1025, 74 if on.backend.graph.accumulates else 2)
-    for turn, dtype in enumerate(types(on)):
+    for turn, dtype in enumerate(dtypes(on)):
         for length in lengths[turn :: 1 + 3 * turn]:
             x = even_values(length, seed=length, low=-1, high=1).to(dtype)
             for name, (bound, function) in LENGTHS.items():
-                _agrees(on, function, [x], bound, f"{name} of {length}")
+                _check(on, function, [x], bound, f"{name} of {length}")
             _product(on, torch.mm, (x[None], torch.stack((x, x), 1)), 4 * length, f"mm of {length}")
 
 
@@ -291,10 +291,10 @@ WRITES: Sequence[tuple[str, Bound, Callable[[Tensor, Tensor], Any]]] = (
     means="an optimizer, a mask or a fused layer would write beside its tensor or not at all; look "
     "at how kernels take the offset and the strides of what they write",
 )
-def forms_that_write(on: Opened) -> None:
+def forms_that_write(on: Device) -> None:
     layouts = [*LAYOUTS.items()][:: 2 if on.backend.graph.accumulates else 1]
     numbers = range(len(layouts))
-    for dtype, size, number in itertools.product(types(on), ((17, 33), (256, 144)), numbers):
+    for dtype, size, number in itertools.product(dtypes(on), ((17, 33), (256, 144)), numbers):
         values = (even_values(*size, seed=seed, high=2).to(dtype) for seed in (0, 1))
         # The second lies in memory as the first does next.
         given = [layouts[(number + n) % len(layouts)][1](each) for n, each in enumerate(values)]

@@ -23,7 +23,7 @@ from anygauge.interface import (
     Scope,
     Setting,
 )
-from anygauge.testing.check import of_type, sharding
+from anygauge.testing.check import of_type, sharding_spec
 from anygauge.testing.paper import Paper, check_on_paper, process_unchanged
 
 VALUES = (None, "", "0", "1", "7", "another")
@@ -68,8 +68,8 @@ VERSIONS = ("2.15.0a0+git1a2b3c4", "2.15.0.dev20260801+vendor9", "1", "unknown",
 
 
 def jobs(paper: Paper) -> list[Job]:
-    """Of one machine, of two, and of two with eight devices each."""
-    options, strategy = paper.options, sharding().name
+    """Make jobs of one machine, of two, and of two with eight devices each."""
+    options, strategy = paper.options, sharding_spec().name
     one = replace(JOB, backend=paper.name, backend_options=options, strategy=strategy)
     two = replace(one, rendezvous="tcp://node0:29400")
     launches = (LaunchSettings(nodes=2, devices=devices) for devices in (2, RANKS))
@@ -77,7 +77,7 @@ def jobs(paper: Paper) -> list[Job]:
 
 
 def _settings(paper: Paper) -> list[list[Setting]]:
-    """For each job, without and with a local rank."""
+    """Return the settings for each job, without and with a local rank."""
     backend = paper.backend()
     return [
         list(backend.environment(job, NODE, rank)) for job in jobs(paper) for rank in (None, 0, 1)
@@ -142,7 +142,7 @@ def scopes_hold(paper: Paper) -> None:
 
 
 @contextlib.contextmanager
-def _elsewhere() -> Iterator[None]:
+def _other_process() -> Iterator[None]:
     """Another host name, number of processors and working folder."""
     count = (os.cpu_count() or 1) + 3
     with (
@@ -171,7 +171,7 @@ def rules_read_the_node_alone(paper: Paper) -> None:
         usual = _settings(paper)
         found = _difference(usual, _settings(paper))
     assert not found, f"two calls with the same arguments differ: {found}"
-    with _elsewhere():
+    with _other_process():
         found = _difference(usual, _settings(paper))
     assert not found, f"with another host name, number of processors and folder: {found}"
     names = sorted({call.args[1] for call in read.call_args_list})

@@ -33,7 +33,7 @@ class TestStrategy:
     @pytest.fixture(scope="class")
     @classmethod
     def spec(cls) -> StrategySpec:
-        """Of the strategy."""
+        """Return the strategy's spec."""
         return Registry.load().find_strategy(cls.name).spec
 
     @pytest.fixture(scope="class")
@@ -61,7 +61,7 @@ class TestStrategy:
     def test_resume(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
         """From one process's checkpoint and from its own it goes on where they were."""
         assert not (why := runs.trial("adapter", spec=spec, ranks=ranks, resumed=True)), why
-        assert not (why := runs.resumed(spec, ranks)), why
+        assert not (why := runs.try_resume(spec, ranks)), why
 
     def test_bytes(self, spec: StrategySpec, runs: LoopTrials, ranks: int) -> None:
         """A step sends what its planner says, by collective, and a rank holds its weights."""
@@ -91,7 +91,7 @@ def sent_and_said(request: Any) -> Any:
     for step in range(3):  # the first ones set up what is no step's own, such as DDP's buckets
         with CollectiveBytes() as sent:
             one_step(again, step)
-    counted = {**sent.bytes, WEIGHTS: held(again.engine)}
+    counted = {**sent.bytes, WEIGHTS: held_bytes(again.engine)}
     planner = getattr(again.strategy, "planner", None)
     if planner is None:
         return counted, None
@@ -99,17 +99,17 @@ def sent_and_said(request: Any) -> Any:
     rank, ranks = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE"))
     place = (again.loop.backend, again.precision, rank, ranks)
     said = planner.memory(workload_of(again.run, Registry.load(), *place, skeleton))
-    return counted, {**said.sent, WEIGHTS: said.held(at.EVALUATION, at.WEIGHTS)}
+    return counted, {**said.bytes_sent, WEIGHTS: said.bytes_at(at.EVALUATION, at.WEIGHTS)}
 
 
-def held(engine: Any) -> int:
+def held_bytes(engine: Any) -> int:
     """Bytes of the weights that this rank holds between steps: shards, where it has shards."""
     from torch import Tensor
 
     from anygauge.strategies.shared.flat import FLAT
 
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
-    found = flat.held if flat else 0
+    found = flat.num_bytes if flat else 0
     for each in engine.model.parameters():
         whole = each.to_local() if hasattr(each, "to_local") else each
         # An engine may keep its shard as an attribute, also beside one that stays whole.

@@ -1,4 +1,4 @@
-"""What strategy `auto` becomes: the first of the others' forms that fits, whole models first.
+"""Chooses what strategy `auto` becomes: the first other form that fits, whole models first.
 
 Who prepares the run decides where it knows the devices (`anygauge.launch.memory_check`), and the
 ranks decide where nobody did. Imports no torch before a rank decides.
@@ -58,7 +58,7 @@ def decided_before(run: RunFile, job: Job, registry: Registry) -> RunFile:
 def candidates(
     run: RunFile, registry: Registry, backend: Backend, ranks: int, *, ranks_run_here: bool
 ) -> list[RunFile]:
-    """Those of `forms_of` that the run may have.
+    """Select those of `forms_of` that the run may have.
 
     Args:
         ranks_run_here: see `check_strategy`.
@@ -83,13 +83,13 @@ def candidates(
 
 
 def in_words(run: RunFile) -> str:
-    """A candidate's strategy as the run says it."""
+    """Describe a candidate's strategy as a run file has it."""
     section = run.strategy
     fields = [f"{name}: {getattr(section, name)}" for name in section.model_fields_set - {"name"}]
     return section.name + (f" with {', '.join(sorted(fields))}" if fields else "")
 
 
-def decided(
+def decide_strategy(
     run: RunFile, registry: Registry, backend: Backend, rank: int, world_size: int
 ) -> tuple[RunFile, str]:
     """A run with the strategy that `auto` is on these opened devices, and why; all ranks agree.
@@ -110,16 +110,16 @@ def decided(
     precision = resolve_precision(run.precision, backend.support)
     factory = CausalModelFactory.of(run, torch_dtype(precision.param_dtype))
     skeleton = factory.adapt(factory.skeleton())
-    memory = _memory(backend, world_size, run.launch.devices)
+    memory = _least_memory(backend, world_size, run.launch.devices)
     forms = candidates(run, registry, backend, world_size, ranks_run_here=True)
     left_out: list[str] = []
     whole = 0
     for form in forms:
         workload = workload_of(form, registry, backend, precision, rank, world_size, skeleton)
         found = memory_of(create_strategy(registry, form), workload)
-        weights = found.held(at.EVALUATION, at.WEIGHTS)
-        gradients = max(found.held(moment, at.GRADIENTS) for moment in (at.BEGIN, at.UPDATE))
-        whole_run = weights + gradients + found.held(at.EVALUATION, at.OPTIMIZER, at.BUFFERS)
+        weights = found.bytes_at(at.EVALUATION, at.WEIGHTS)
+        gradients = max(found.bytes_at(moment, at.GRADIENTS) for moment in (at.BEGIN, at.UPDATE))
+        whole_run = weights + gradients + found.bytes_at(at.EVALUATION, at.OPTIMIZER, at.BUFFERS)
         # What is offloaded is counted, too.
         stays = {"optimizer": weights, "both": 0}
         needed = stays.get(getattr(form.strategy, "offload", "none"), whole_run)
@@ -136,7 +136,7 @@ def decided(
     return forms[-1], f"auto: {'; '.join(left_out)}"
 
 
-def _memory(backend: Backend, ranks: int, local_ranks: int) -> int | None:
+def _least_memory(backend: Backend, ranks: int, local_ranks: int) -> int | None:
     """What the smallest of all ranks has; those that share a host's have a part of it each.
 
     Args:

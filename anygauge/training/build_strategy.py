@@ -1,4 +1,4 @@
-"""The strategy of a run: what is refused of it, its making, and what it is asked about."""
+"""Builds the strategy of a run: refuses what it cannot do, makes it, describes its work."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.registry.specs import load_factory
 
-PAGED = "paged_memory"
+PAGED_MEMORY = "paged_memory"
 """The capability that ``train.optimizer.paged`` needs."""
 
 EIGHT_BIT = "adamw_8bit"
@@ -184,7 +184,7 @@ def check_offloading(run: RunFile, backend: Backend) -> None:
         )
 
 
-def _need(backend: Backend, capability: str, field: str, instead: str) -> None:
+def _require(backend: Backend, capability: str, field: str, instead: str) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what a field needs."""
     if not (support := backend.support(capability)):
         raise UnsupportedError(
@@ -195,10 +195,10 @@ def _need(backend: Backend, capability: str, field: str, instead: str) -> None:
 def check_optimizer_support(run: RunFile, backend: Backend) -> None:
     """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
     if run.train.optimizer.paged:
-        _need(backend, PAGED, "train.optimizer.paged", "Leave it out")
+        _require(backend, PAGED_MEMORY, "train.optimizer.paged", "Leave it out")
     if run.train.optimizer.name == EIGHT_BIT:
         instead = "Use adamw, which keeps four times as many bytes, or lion"
-        _need(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
+        _require(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
 
 
 def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
@@ -206,7 +206,7 @@ def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
     if not run.precision.fp8:
         return
     instead = "With precision.fp8: false, linear layers multiply in precision.param_dtype"
-    _need(backend, FP8, "precision.fp8", instead)
+    _require(backend, FP8, "precision.fp8", instead)
     if why := spec.refuses_fp8(run.strategy):
         raise UnsupportedError(
             f"precision.fp8: strategy {spec.name!r}: {why}. Use strategy.name: zero without "
@@ -251,7 +251,7 @@ def check_quantized(run: RunFile, backend: Backend, *, ranks_run_here: bool) -> 
             "adapter.dora: peft cannot load a DoRA adapter onto bitsandbytes' 8-bit layers, so you "
             "could not use the result. Use model.quantize: nf4, or leave dora out"
         )
-    _need(backend, QUANTIZED[asked.type], f"model.quantize: {asked.type}", "Leave it out")
+    _require(backend, QUANTIZED[asked.type], f"model.quantize: {asked.type}", "Leave it out")
     if backend.graph.compiler is not None:
         raise UnsupportedError(
             f"model.quantize: backend {backend.name!r} compiles layers, which was not tested with "
@@ -295,7 +295,7 @@ def workload_of(
     world_size: int,
     skeleton: Any = None,
 ) -> Workload:
-    """What a strategy is asked about for one rank of a run.
+    """Describe the work of one rank of a run for a strategy.
 
     Raises:
         RunFileError: see `check_batch`.

@@ -1,4 +1,4 @@
-"""What is checked of a run's settings, quickly and without torch; and what all checks find."""
+"""Checks a run's settings, quickly and without torch; holds what all checks find."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Findings:
 def check_settings(
     run: RunFile, backend: Backend, registry: Registry, *, ranks_run_here: bool
 ) -> dict[str, KernelChoice]:
-    """Check what run file and backend say of each other's kernels; returns those of the run.
+    """Check run file and backend against each other's kernels; returns those of the run.
 
     Args:
         ranks_run_here: a kernel that lacks something on this machine is refused.

@@ -28,9 +28,9 @@ B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
 BLOCK = 256
 """Elements of 8-bit state that share one scale."""
-SMALLEST = 4096
+MIN_8BIT_NUMEL = 4096
 """A tensor of fewer elements keeps its state in float32."""
-PAGED = 100_000
+MIN_PAGED_NUMEL = 100_000
 """A tensor of fewer elements is never paged by bitsandbytes."""
 Groups = list[dict[str, Any]]
 AdamW = Callable[..., Optimizer]
@@ -119,12 +119,12 @@ def parameter_groups(
 def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
     """AdamW whose state is block-wise 8-bit codes (https://arxiv.org/abs/2110.02861).
 
-    State of a tensor of `SMALLEST` elements or more: ``state1`` and ``state2`` (uint8 codes of
-    its shape), ``absmax1`` and ``absmax2`` (float32, one per `BLOCK` elements), ``qmap1`` and
+    State of a tensor of `MIN_8BIT_NUMEL` elements or more: ``state1`` and ``state2`` (uint8 codes
+    of its shape), ``absmax1`` and ``absmax2`` (float32, one per `BLOCK` elements), ``qmap1`` and
     ``qmap2`` (256 float32, the values of the codes); of a smaller one: ``state1`` and ``state2``
-    in float32. ``step`` is an int. With ``paged``, ``state1`` and ``state2`` of a tensor of `PAGED`
-    elements or more are in memory that the driver moves between device and host; for torch that
-    is a tensor on the host.
+    in float32. ``step`` is an int. With ``paged``, ``state1`` and ``state2`` of a tensor of
+    `MIN_PAGED_NUMEL` elements or more are in memory that the driver moves between device and host;
+    for torch that is a tensor on the host.
 
     Raises:
         RunFileError: bitsandbytes is not installed.
@@ -139,7 +139,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
     paged = section.paged
     device = groups[0]["params"][0].device
     # `check_strategy` has asked the backend, but an installed build may lack the device's library.
-    trial = nn.Parameter(torch.zeros(PAGED if paged else SMALLEST, device=device))
+    trial = nn.Parameter(torch.zeros(MIN_PAGED_NUMEL if paged else MIN_8BIT_NUMEL, device=device))
     trial.grad = torch.zeros_like(trial)
     tried = AdamW8bit([trial], is_paged=paged)
     try:
@@ -159,7 +159,7 @@ def _adamw_8bit(section: OptimizerSection, groups: Groups) -> Optimizer:
     optimizer: Optimizer = AdamW8bit(
         groups,
         lr=section.lr,
-        min_8bit_size=SMALLEST,
+        min_8bit_size=MIN_8BIT_NUMEL,
         is_paged=paged,
         **_adam_options(section),
     )
@@ -213,7 +213,7 @@ class _ForeachOptimizer(Optimizer):
         raise NotImplementedError
 
     def _state_tensors(self, name: str, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """One state tensor per parameter, of its shape and type; zeros at first use."""
+        """Return one state tensor per parameter, of its shape and type; zeros at first use."""
         for parameter in parameters:
             if name not in (state := self.state[parameter]):
                 state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -258,7 +258,7 @@ class DecoupledSGD(_ForeachOptimizer):
 
 
 def with_found_inf(optimizer: Optimizer) -> Optimizer:
-    """The same optimizer, which takes ``found_inf`` if it did not.
+    """Return the same optimizer, made to take ``found_inf`` if it did not.
 
     Args:
         optimizer: its state is each parameter's own: a step over some parameters and then over the
@@ -266,11 +266,11 @@ def with_found_inf(optimizer: Optimizer) -> Optimizer:
     """
     kind = type(optimizer)
     if not getattr(optimizer, TAKES_FOUND_INF, False):
-        optimizer.__class__ = type(kind.__name__, (_Undoes, kind), {TAKES_FOUND_INF: True})
+        optimizer.__class__ = type(kind.__name__, (_UndoMixin, kind), {TAKES_FOUND_INF: True})
     return optimizer
 
 
-class _Undoes(Optimizer):
+class _UndoMixin(Optimizer):
     @torch.no_grad()
     def step(self, closure: None = None) -> Any:  # type: ignore[override]
         found: Tensor | None = getattr(self, "found_inf", None)
@@ -279,32 +279,32 @@ class _Undoes(Optimizer):
         groups = self.param_groups
         self.found_inf: Tensor | None = None  # torch's unfused optimizers refuse it
         try:
-            for group, some in _parts(groups):
+            for group, some in _chunks(groups):
                 self.param_groups = [{**group, "params": some}]
-                before = _flat(some).clone() if len(some) == 1 else _flat(some)
+                before = _flatten(some).clone() if len(some) == 1 else _flatten(some)
                 super().step()
-                after = _flat(some)
+                after = _flatten(some)
                 kept = torch.where(found.to(after.device) > 0, before, after, out=before)
-                torch._foreach_copy_(some, _shaped(kept, some))
+                torch._foreach_copy_(some, _unflatten(kept, some))
         finally:
             self.param_groups, self.found_inf = groups, found
         return None
 
 
-def _flat(parameters: Sequence[Tensor]) -> Tensor:
-    """Their elements in one vector: one parameter's own memory, where it is in one piece."""
+def _flatten(parameters: Sequence[Tensor]) -> Tensor:
+    """Join elements in one vector: one parameter's own memory, where it is in one piece."""
     pieces = [parameter.detach().reshape(-1) for parameter in parameters]
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
 
-def _shaped(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
+def _unflatten(vector: Tensor, parameters: Sequence[Tensor]) -> list[Tensor]:
     """Views of a vector's pieces, one after another, in the parameters' shapes."""
     starts = accumulate((parameter.numel() for parameter in parameters), initial=0)
     pairs = zip(starts, parameters, strict=False)
     return [vector.narrow(0, start, p.numel()).view(p.shape) for start, p in pairs]
 
 
-def _parts(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
+def _chunks(groups: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], list[Tensor]]]:
     """A group, and some of its parameters with a gradient: `UPDATED_AT_ONCE` numbers, or one."""
     for group in groups:
         some: list[Tensor] = []

@@ -17,7 +17,7 @@ _EVERY_S = 1.0
 
 
 class Progress:
-    """Where a rank is."""
+    """Reports where a rank is."""
 
     def __init__(self, events: EventWriter) -> None:
         self._events = events
@@ -43,19 +43,19 @@ class Progress:
             done.set()
             thread.join()
 
-    def at(self, place: str) -> None:
+    def enter(self, place: str) -> None:
         """Note what begins now, in words: ``step 3 of 10, update``."""
         self._batches = 0
         self._place = place
 
-    def batch(self) -> None:
+    def next_batch(self) -> None:
         """Note that another micro-batch begins there."""
         self._batches += 1
 
     @contextlib.contextmanager
-    def long(self, place: str) -> Iterator[None]:
+    def long_work(self, place: str) -> Iterator[None]:
         """Work that may take any time: reported again and again while it lasts."""
-        self.at(place)
+        self.enter(place)
         self._long += 1
         # At once, too: from here on the supervisor judges this rank by what it reports.
         self._report()
@@ -73,7 +73,7 @@ class Progress:
         Args:
             then_limit_s: how long collectives may wait afterwards.
         """
-        with self.long(place), collectives.patient(then=then_limit_s):
+        with self.long_work(place), collectives.patient_timeout(then=then_limit_s):
             yield
 
     def _report(self) -> None:

@@ -1,4 +1,4 @@
-"""What can be known of a run without a device: model, tokenizer, targets and rows.
+"""Checks of a run what needs no device: model, tokenizer, targets and rows.
 
 What ranks check, they check with the same functions. This reads model and rows, in the process of
 `anygauge.launch.prepare_process`.
@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from anygauge.data.template import Rendering
 
 
-def nothing(*_: str) -> None:
-    """Where nobody listens."""
+def ignore(*_: str) -> None:
+    """Do nothing, where nobody listens."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -60,10 +60,10 @@ class RunChecks:
     has_files: bool = True
     copied: Sequence[str] = ()
     engine: bool = False
-    log: Callable[[str], None] = nothing
-    enter: Callable[[str], None] = nothing
-    hide: Callable[[], None] = nothing
-    rendering: Rendering = nothing
+    log: Callable[[str], None] = ignore
+    enter: Callable[[str], None] = ignore
+    hide: Callable[[], None] = ignore
+    rendering: Rendering = ignore
     found: Findings = field(default_factory=Findings)
     folder: Path | None = None
     shapes: dict[str, tuple[int, ...]] | None = None
@@ -94,7 +94,7 @@ class RunChecks:
         if config is not None and tokenizer is not None:
             if (added := new_tokens(run.model, config, tokenizer, run.train.seed)) is not None:
                 found.notes.append(str(added))
-                added.enlarge(config)
+                added.enlarge_config(config)
             check_vocabulary(config, tokenizer)
         if run.adapter is not None and run.adapter.start_from is not None and self.has_files:
             refuse_no_adapter(Path(run.adapter.start_from))
@@ -150,7 +150,7 @@ class RunChecks:
             ) from None
 
     def _must_be_built(self) -> bool:
-        """Whether only the model itself, without its weights, answers what is asked."""
+        """Whether only the model itself, without its weights, has the answer."""
         run, folder, shapes = self.run, self.folder, self.shapes
         asked = (
             self.engine

@@ -1,4 +1,4 @@
-"""What steps come to: read late, checked, counted, written.
+"""Reads what steps give, late; checks, counts and writes it.
 
 A step's losses and its gradient norm are one small tensor on its way to the host. It is read when
 a device that works ahead has been given the next step; of another device, at once. With it come the
@@ -44,7 +44,7 @@ from anygauge.training.system import SystemSampler
 from anygauge.training.trackers.group import Trackers
 from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 LARGEST_EXPONENT = 700.0
 """Beyond it exp overflows a float."""
@@ -88,7 +88,7 @@ class StepResult:
 
 
 def _begin_copy(values: Sequence[Tensor], *, ahead: bool) -> tuple[dict[int, Tensor], Tensor]:
-    """Those of some numbers that are on the host, by place, and the others in one tensor.
+    """Split numbers into those on the host, by place, and the others in one tensor.
 
     Args:
         values: of one element each, of a floating type, on the device or the host.
@@ -134,7 +134,7 @@ class PendingSteps:
 
     def begin(self) -> None:
         """The next step begins."""
-        self._began = self._moment()
+        self._began = self._time_event()
 
     def add(
         self,
@@ -150,7 +150,7 @@ class PendingSteps:
         on_host, copied = _begin_copy(
             values, ahead=bool(self.ahead) and self._placement.pinned_memory
         )
-        ended = self._moment() if self.ahead else None
+        ended = self._time_event() if self.ahead else None
         self._steps.append(
             StepResult(
                 index=index,
@@ -162,14 +162,14 @@ class PendingSteps:
                 on_host=on_host,
                 copied=copied,
                 # What is read later would have the next step's counts.
-                counted=self.logger.counted() if self.ahead else None,
+                counted=self.logger.read_counters() if self.ahead else None,
                 began=self._began,
                 ended=ended,
             )
         )
 
     def read(self, *, but: int = 0) -> bool:
-        """Read all steps but the latest few; returns whether any rank was asked to stop.
+        """Read all steps but the latest few; returns whether any rank is to stop.
 
         Every rank calls it after the same step.
 
@@ -181,7 +181,7 @@ class PendingSteps:
         return self._asked
 
     def _read(self, step: StepResult) -> None:
-        self.progress.at(f"step {step.index + 1}, sums over ranks")
+        self.progress.enter(f"step {step.index + 1}, sums over ranks")
         if self.ahead:
             step.ended.synchronize()
         *losses, norm = step.numbers()
@@ -198,17 +198,17 @@ class PendingSteps:
             loss=total / step.num_loss_tokens if step.num_loss_tokens else None,
             grad_norm=norm,
             padded_tokens=int(padded_tokens),
-            seconds=self._seconds(step),
+            seconds=self._duration(step),
         )
 
-    def _moment(self) -> Any:
+    def _time_event(self) -> Any:
         if not self.ahead:
             return time.perf_counter()
         event = self._placement.event()
         event.record()
         return event
 
-    def _seconds(self, step: StepResult) -> float:
+    def _duration(self, step: StepResult) -> float:
         if self.ahead:
             return float(step.began.elapsed_time(step.ended)) / 1e3
         return time.perf_counter() - float(step.began)
@@ -309,7 +309,7 @@ class History:
             self.timed_tokens += tokens
             self.timed_seconds += seconds
 
-    def evaluated(self, step: int) -> bool:
+    def has_evaluation(self, step: int) -> bool:
         """Whether an evaluation was made after this step."""
         return any(record["step"] == step for record in self.evaluations)
 
@@ -378,9 +378,9 @@ class MetricsLogger:
         # Steps of this process yet to come that the run's speed leaves out.
         self._untimed = self.settings.throughput_warmup_steps
         self._peaks: dict[str, int] = {}
-        self._see_memory("load")
+        self._note_memory("load")
 
-    def _see_memory(self, phase: str) -> int:
+    def _note_memory(self, phase: str) -> int:
         """This device's peak, in bytes; kept as the phase's."""
         memory = self.backend.placement.memory()
         self._memory_kind = memory.kind
@@ -405,14 +405,14 @@ class MetricsLogger:
         mean = self.history.step_seconds()
         return {"measured": mean} if expected is None else {"predicted": expected, "measured": mean}
 
-    def counted(self) -> dict[str, float]:
-        """What is counted by now: asked for when a step was given to the device."""
+    def read_counters(self) -> dict[str, float]:
+        """Read the counters when a step was given to the device."""
         if self._file is None:
             return {}
         graphs = self.backend.graph.counters()
         return {
             "shapes": len(self.shapes),
-            "peak_memory": self._see_memory("training"),
+            "peak_memory": self._note_memory("training"),
             **{f"graph_{name}": value for name, value in graphs.items()},
         }
 
@@ -434,7 +434,7 @@ class MetricsLogger:
         """
         tokens, steps = self.batches.real_tokens(step.index), self.batches.steps
         done = step.index + 1
-        counted = self.counted() if step.counted is None else step.counted
+        counted = self.read_counters() if step.counted is None else step.counted
         timed = self._untimed == 0
         self.history.add(step.index, loss=loss, tokens=tokens, seconds=seconds, timed=timed)
         self._untimed = max(0, self._untimed - 1)
@@ -471,7 +471,7 @@ class MetricsLogger:
                 steps=steps,
                 elapsed_s=self.history.seconds,
                 memory_kind=self._memory_kind,
-                **finite(metrics),
+                **json_values(metrics),
             )
         self.trackers.log(done, {f"train/{name}": v for name, v in metrics.items()})
         self._system_samples()
@@ -482,10 +482,10 @@ class MetricsLogger:
         self.history.evaluations.append(record)
         if self._file is None:
             return
-        self._see_memory("training")
+        self._note_memory("training")
         perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
         self._write({**record, "perplexity": perplexity})
-        self.events.send("evaluation", **finite(record), perplexity=finite(perplexity))
+        self.events.send("evaluation", **json_values(record), perplexity=json_values(perplexity))
         self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
         self._system_samples()
 
@@ -498,7 +498,7 @@ class MetricsLogger:
 
     def _write(self, record: dict[str, Any]) -> None:
         record = {"time": time.time(), **record}
-        self._unwritten += json.dumps(finite(record)).encode() + b"\n"
+        self._unwritten += json.dumps(json_values(record)).encode() + b"\n"
         self._flush()
 
     def _flush(self) -> None:

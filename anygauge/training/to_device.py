@@ -1,4 +1,4 @@
-"""From a micro-batch on the host to the model's arguments on the device."""
+"""Turns a micro-batch on the host into the model's arguments on the device."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ class ToDevice:
         return engine.run_step(LazyBatches(batches, self), loss_function, normalizer)
 
     def __call__(self, batch: MicroBatch) -> DeviceBatch:
-        """One micro-batch on the device."""
-        self.progress.batch()
+        """Move one micro-batch to the device."""
+        self.progress.next_batch()
         placement = self.backend.placement
         moved = placement.to_device(batch.tensors())
         mask = moved["attention_mask"]
@@ -109,7 +109,7 @@ class WarmUp(ToDevice):
     _drawn: dict[str, Tensor] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """What is done, for the run's log."""
+        """Describe what is done, for the run's log."""
         widths = ", ".join(map(str, self.dummies))
         steps = " and ".join(str(index + 1) for index in self.steps)
         return f"warm-up: each of the run's widths ({widths}) is computed in step {steps}"

@@ -29,12 +29,12 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.text import finite
+from anygauge.util.text import first_line, json_values
 
 GIB = 2**30
 
 
-def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int:
+def run_reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int:
     """Run a rank whose environment is decided, and report how it ended; returns the exit status.
 
     Args:
@@ -47,9 +47,9 @@ def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int
     # first. What is open then ends with the process.
     except BaseException as error:
         traceback.print_exc()
-        return events.failed(error)
+        return events.report_failure(error)
     opened.close()
-    if isinstance(outcome, Stopped):
+    if isinstance(outcome, StoppedRun):
         events.send("stopped", step=outcome.step, checkpoint=outcome.checkpoint)
         return STOPPED
     events.send("finished", **({"summary": outcome} if index == 0 else {}))
@@ -57,8 +57,8 @@ def reported(job: Job, index: int, events: EventWriter, lock: str | None) -> int
 
 
 @dataclass(frozen=True, slots=True)
-class Stopped:
-    """A run that was asked to end: the steps done, and the checkpoint to resume from."""
+class StoppedRun:
+    """A run that a user ended early: the steps done, and the checkpoint to resume from."""
 
     step: int
     checkpoint: str
@@ -70,7 +70,7 @@ def run_rank(
     events: EventWriter,
     opened: contextlib.ExitStack,
     lock: str | None = None,
-) -> dict[str, Any] | Stopped:
+) -> dict[str, Any] | StoppedRun:
     """Open the device, train, save; returns the run's summary, or where it stopped.
 
     Args:
@@ -82,18 +82,18 @@ def run_rank(
     progress = Progress(events)
     opened.enter_context(progress.reporting())
     importing = opened.enter_context(contextlib.ExitStack())
-    with progress.long("start-up"):
+    with progress.long_work("start-up"):
         from anygauge.config.resolved import read_run
         from anygauge.registry import installed_plugins
 
         run = read_run(job.resolved_run)
         hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
         importing.enter_context(hiding)
-        from anygauge.training.auto import decided, decided_before
+        from anygauge.training.auto import decide_strategy, decided_before
         from anygauge.training.build_strategy import create_strategy
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import save, versions
+        from anygauge.training.save import save_result, summary_of, used_versions
         from anygauge.training.setup import Rank, open_device, prepare_run
 
         rank = Rank(
@@ -113,7 +113,7 @@ def run_rank(
         registry = installed_plugins()
         run = decided_before(run, job, registry)
         backend = open_device(job, rank, run, registry)
-        run, why = decided(run, registry, backend, rank.index, rank.world_size)
+        run, why = decide_strategy(run, registry, backend, rank.index, rank.world_size)
         if why:
             job = replace(job, strategy=run.strategy.name, strategy_why=why)
         strategy = create_strategy(registry, run)
@@ -129,49 +129,57 @@ def run_rank(
         try:
             importing.close()
             start_s = time.monotonic() - began
-            for library in backend.collectives.limit(limit):
+            for library in backend.collectives.set_timeout(limit):
                 rank.warn(
                     f"launch.collective_timeout_s: {library} cannot change the limit of its "
                     "existing groups; if a rank hangs in one of them, only its supervisor ends it"
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if not prepared.engine.refuses_checkpoints:
+            stops = not (prepared.engine.refuses_checkpoints or job.evaluates)
+            if stops:
                 opened.enter_context(prepared.loop.pending.stop.listening())
             if index == 0:
-                say_that_it_started(job, rank, prepared)
+                say_that_it_started(job, rank, prepared, stops)
                 check_lock(folder, lock)
-                text = json.dumps(versions(prepared.spec), indent=2)
+                text = json.dumps(used_versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
-            reason = prepared.loop.run()
-            summary = {}
-            if reason != "stopped":
+            summary: dict[str, Any] = {}
+            reason = None if job.evaluates else prepared.loop.run()
+            if reason == "early_stopping":
+                rank.log(str(prepared.loop.why_early()))
+            if reason is None:
+                prepared.loop.evaluate(0)
+                summary = summary_of(job, prepared)
+            elif reason != "request":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
-                    summary = save(job, rank, prepared)
+                    summary = save_result(job, rank, prepared)
+                summary["planned_steps"] = prepared.loop.batches.steps
+                summary["stopped_by"] = None if reason == "steps" else reason
         except BaseException as error:
             prepared.logger.close("failed")
             if isinstance(error, NonFiniteLossError) and prepared.logger.history.step == 0:
-                with progress.long("looking at the base's weights"):
+                with progress.long_work("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.logger.close(reason)
-        if reason == "stopped":
+        prepared.logger.close("stopped" if reason == "request" else "finished")
+        if reason == "request":
             step = prepared.logger.history.step
-            return Stopped(step, str(checkpoint_folder(folder, step)))
+            return StoppedRun(step, str(checkpoint_folder(folder, step)))
     if troubles := prepared.logger.trackers.troubles:
         summary["trackers"] = "; ".join(troubles)
     summary["start_s"] = start_s
     summary["seconds"] = time.monotonic() - began
     if index == 0:
         report = {**summary, "identity": prepared.identity, "settings": settings_of(run)}
-        text = json.dumps(finite(report), indent=2, allow_nan=False)
+        text = json.dumps(json_values(report), indent=2, allow_nan=False)
         check_lock(folder, lock)
         write_text(folder / REPORT, text + "\n")
     return summary
 
 
-def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
+def say_that_it_started(job: Job, rank: Any, prepared: Any, stops: bool) -> None:
     """Tell whoever reads the events what trains, and how long."""
     steps = prepared.loop.batches.steps
     rank.events.send(
@@ -180,7 +188,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=not prepared.engine.refuses_checkpoints,
+        stops=stops,
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
@@ -191,10 +199,16 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
 
 @contextlib.contextmanager
 def out_of_memory_advice(backend: Backend) -> Iterator[None]:
-    """Turn a device's out-of-memory error into one that says what held how much."""
+    """Turn a device's out-of-memory error into one that says what held how much, and torch's
+    refusal of an operation into one that names the field."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, RuntimeError) and "use_deterministic_algorithms" in str(error):
+            raise AnygaugeError(
+                f"train.deterministic: {first_line(error)} Choose another kernel for it (kernels, "
+                "model.attention), or leave train.deterministic out"
+            ) from error
         if not backend.placement.is_out_of_memory(error):
             raise
         stats = backend.placement.memory()

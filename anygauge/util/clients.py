@@ -47,7 +47,7 @@ def run_client(
         raise NoAnswerError(f"{argv[0]} did not answer within {error.timeout:g} s") from error
 
 
-def printed(done: subprocess.CompletedProcess[str]) -> str:
+def client_output(done: subprocess.CompletedProcess[str]) -> str:
     """What a client that refused has printed: its errors, or else its output.
 
     Of a long text the first and the last lines are kept.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import rich.console
@@ -16,11 +17,11 @@ from rich import box
 from rich.segment import Segment
 from rich.table import Table
 
-from anygauge.util.text import escaped, hanging
+from anygauge.util.text import escape, hang_indent
 
 
 class Console(rich.console.Console):
-    """rich's, with `escaped` texts; its own styles and movements stay.
+    """rich's, with `escape` texts; its own styles and movements stay.
 
     A string is wrapped at words on a terminal, and whole in a file, unless COLUMNS is set.
     ``soft_wrap=True`` leaves it whole there too: a command, to be copied.
@@ -36,16 +37,18 @@ class Console(rich.console.Console):
         self.soft_wrap = not (self.is_terminal or "COLUMNS" in os.environ)
 
     @property
-    def draws(self) -> bool:
-        """Whether what is shown can be redrawn in its place."""
+    def can_redraw(self) -> bool:
+        """Whether what is shown can be redrawn in its place; a notebook does that by a library."""
+        if self.is_jupyter:
+            return find_spec("ipywidgets") is not None
         return self.is_terminal and not self.is_dumb_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:
         """See rich, which drops some control characters of a text before it renders it."""
-        objects = tuple(escaped(o) if isinstance(o, str) else o for o in objects)
+        objects = tuple(escape(o) if isinstance(o, str) else o for o in objects)
         options["soft_wrap"] = options.get("soft_wrap") or self.soft_wrap
         if len(objects) == 1 and isinstance(objects[0], str) and not options["soft_wrap"]:
-            objects = (hanging(objects[0], self.width),)
+            objects = (hang_indent(objects[0], self.width),)
             options["soft_wrap"] = True  # rich would break a long path, to be copied
         super().print(*objects, **options)
 
@@ -56,10 +59,10 @@ class Console(rich.console.Console):
     ) -> Iterable[Segment]:
         """See rich."""
         for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else escaped(text), style, control)
+            yield Segment(text if control else escape(text), style, control)
 
 
-def table(rows: Sequence[Sequence[str]]) -> Table:
+def make_table(rows: Sequence[Sequence[str]]) -> Table:
     """Headings first, and numbers behind the first column; no word is cut."""
     shown = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     for cells in zip(*rows, strict=True):

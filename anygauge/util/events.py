@@ -1,4 +1,4 @@
-"""What ranks and their supervisors report while a job runs: one JSON object per line.
+"""Events of ranks and their supervisors while a job runs: one JSON object per line.
 
 A rank writes to the pipe whose number is in `EVENTS_FD`; its supervisor passes every line on and
 adds its own events; an agent writes both to its standard output. Whoever follows the job reads a
@@ -17,11 +17,13 @@ epoch) and, from ranks, ``rank``.
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``stopped``           asked to end, the rank has done so; rank 0 adds ``step`` and ``checkpoint``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
-                      ``exit_status``; sent before the rank closes its connections, so that it
-                      precedes the failures which it causes in others
+                      ``kind`` (see `AnygaugeError.kind`), ``exit_status``; sent before the rank
+                      closes its connections, so that it precedes the failures which it causes in
+                      others
 ``rank_exited``       from the supervisor: ``rank``, ``code`` (negative: signal), ``log`` (path)
 ``ended``             from the supervisor, last: ``state`` (``ok``, ``failed``, ``cancelled``,
-                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words)
+                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words) and
+                      its ``kind``
 ====================  =============================================================================
 """
 
@@ -53,6 +55,11 @@ def message_event(text: str, level: str = "info") -> dict[str, Any]:
     return {"event": "message", "time": time.time(), "text": text, "level": level}
 
 
+def ended_event(state: str, exit_status: int, cause: str) -> dict[str, Any]:
+    """How a job ended, from whoever follows it, where no agent reports it."""
+    return {"event": "ended", "state": state, "exit_status": exit_status, "cause": cause}
+
+
 class EventWriter:
     """Writes events as lines to a file descriptor; to nowhere if it is None. Thread-safe."""
 
@@ -67,13 +74,15 @@ class EventWriter:
         descriptor = os.environ.get(EVENTS_FD)
         return cls(int(descriptor) if descriptor else None, rank)
 
-    def failed(self, error: BaseException) -> int:
+    def report_failure(self, error: BaseException) -> int:
         """Report the error that ends a rank; returns the exit status."""
         for_user = isinstance(error, AnygaugeError)
         status = error.exit_status if isinstance(error, AnygaugeError) else 1
         name = type(error).__name__
         text = str(error).strip() or name
-        self.send("failed", error=name, message=text, for_user=for_user, exit_status=status)
+        kind = error.kind if isinstance(error, AnygaugeError) else ""
+        fields = {"message": text, "for_user": for_user, "kind": kind, "exit_status": status}
+        self.send("failed", error=name, **fields)
         return status
 
     def send(self, event: str, **fields: Any) -> None:

@@ -20,7 +20,7 @@ from anygauge.util.errors import AnygaugeError
 if TYPE_CHECKING:
     import torch
 
-LONGEST = 16 * 1024 * 1024
+MAX_BYTES = 16 * 1024 * 1024
 """Bytes of one rank's message: what a stranger can make the others set aside for it."""
 
 _PROOF = hashlib.sha256().digest_size
@@ -69,13 +69,13 @@ class SignedExchange:
             struct.unpack("<q", size)[0] for size in self._all(struct.pack("<q", len(payload)))
         ]
         for rank, size in enumerate(sizes):
-            if not 0 <= size <= LONGEST:
+            if not 0 <= size <= MAX_BYTES:
                 raise AnygaugeError(
                     f"rank {rank} announced a message of {size:,} bytes ({purpose}); at most "
-                    f"{LONGEST:,} are taken"
+                    f"{MAX_BYTES:,} are taken"
                 )
         frames = self._all(self._proof(self._rank, payload, purpose) + payload, _PROOF + max(sizes))
-        return self._opened(
+        return self._verify(
             [f[: _PROOF + size] for f, size in zip(frames, sizes, strict=True)], purpose
         )
 
@@ -85,9 +85,9 @@ class SignedExchange:
         Raises:
             AnygaugeError: a message lacks its proof.
         """
-        return self._opened(self._all(self._proof(self._rank, payload, purpose) + payload), purpose)
+        return self._verify(self._all(self._proof(self._rank, payload, purpose) + payload), purpose)
 
-    def _opened(self, frames: list[bytes], purpose: str) -> list[bytes]:
+    def _verify(self, frames: list[bytes], purpose: str) -> list[bytes]:
         for rank, frame in enumerate(frames):
             wanted = self._proof(rank, frame[_PROOF:], purpose)
             if not hmac.compare_digest(frame[:_PROOF], wanted):

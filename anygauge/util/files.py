@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 
 
 def part_of(folder: Path) -> Path:
-    """Where a folder is written before it takes its place; a kill leaves it behind."""
+    """Return where a folder is written before it takes its place; a kill leaves it behind."""
     return folder.with_name(f".{folder.name}.part")
 
 

@@ -1,4 +1,4 @@
-"""What must not be shown: which names are those of secrets, and which parts of a value are."""
+"""Hides what must not be shown: which names are those of secrets, and which parts of a value."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def without_secrets(text: str) -> str:
     address's query, in a connection string), and keys and tokens of well-known forms.
     """
     text = without_users(text)
-    text = _ASSIGNED.sub(_assigned, text)
+    text = _ASSIGNED.sub(_hide_assigned, text)
     text = _HEADER.sub(rf"\1\2{HIDDEN}", text)
     return _SHAPES.sub(HIDDEN, text)
 
@@ -77,7 +77,7 @@ def holds_secret(text: str) -> bool:
     return without_secrets(text) != text
 
 
-def _assigned(found: re.Match[str]) -> str:
+def _hide_assigned(found: re.Match[str]) -> str:
     name, equals, value = found.groups()
     if value == HIDDEN or not (is_secret(name) or name.lower() in _SIGNATURES):
         return found.group()

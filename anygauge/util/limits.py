@@ -37,7 +37,7 @@ def limit_groups(seconds: float) -> tuple[str, ...]:
         library
         for group in list(c10d._world.pg_map)
         for library, backend in libraries_of(group)
-        if not _limited(backend, limit)
+        if not _set_limit(backend, limit)
     }
     return tuple(sorted(fixed))
 
@@ -62,7 +62,7 @@ def libraries_of(group: Any) -> list[tuple[str, Any]]:
     return found
 
 
-def _limited(backend: Any, limit: datetime.timedelta) -> bool:
+def _set_limit(backend: Any, limit: datetime.timedelta) -> bool:
     """Set a library's limit; False where it takes none."""
     # The first is of the libraries that torch ships, in all versions; the second of any, in late
     # ones, where a library may refuse it.

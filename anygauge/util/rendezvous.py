@@ -1,4 +1,4 @@
-"""Where ranks meet: torch's store, made here and never from a URL.
+"""Lets ranks meet in torch's store, made here and never from a URL.
 
 Torch cuts a URL of a path at ``#`` and ``?``, and its own server of a store listens at every
 address of the machine. So a path is taken as it is written, and a server gets a socket that is
@@ -43,7 +43,7 @@ def served_address(host: str, port: int) -> str:
     return tcp_address(host, port).replace(_TCP, _SERVED, 1)
 
 
-def serve(host: str, port: int, listener: int, timeout: datetime.timedelta) -> dist.Store:
+def serve_store(host: str, port: int, listener: int, timeout: datetime.timedelta) -> dist.Store:
     """Serve a store for as long as the result is kept.
 
     Args:
@@ -58,7 +58,7 @@ def serve(host: str, port: int, listener: int, timeout: datetime.timedelta) -> d
     )  # fmt: skip
 
 
-def reach(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
+def connect_store(host: str, port: int, timeout: datetime.timedelta) -> dist.Store:
     """A store that is served, by a rank of this job or by whoever started it.
 
     Raises:
@@ -125,9 +125,9 @@ def open_store(
         if rank == 0 and not rendezvous.startswith(_SERVED):
             if listener is None:
                 listener = listen_at(host, port).detach()
-            store = serve(host, port, listener, timeout)
+            store = serve_store(host, port, listener, timeout)
         else:
-            store = reach(host, port, timeout)
+            store = connect_store(host, port, timeout)
     store.set_timeout(timeout)
     return dist.PrefixStore(derived_key(secret, "keys of the store").hex()[:32], store)
 

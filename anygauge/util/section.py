@@ -6,7 +6,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, Strict, ValidationError
 
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 LARGEST = 2**31 - 1
 """Of counts. It is not a setting that anyone wants: beyond it, products of two counts overflow."""
@@ -53,7 +53,7 @@ def first_complaint(error: ValidationError) -> str:
     """
     found = error.errors(include_url=False, include_context=False, include_input=False)
     first = min(found, key=lambda one: one["type"] != "missing")
-    place = repr(short(".".join(map(str, first["loc"]))))
+    place = repr(shorten(".".join(map(str, first["loc"]))))
     if first["type"] == "missing":
         return f"{place} is missing"
     if first["type"] in ("extra_forbidden", "unexpected_keyword_argument"):

@@ -25,7 +25,7 @@ def did_you_mean(name: str, valid: Iterable[str], cutoff: float = 0.7) -> str:
 
 
 def near_file(path: Path) -> str:
-    """The same for a file or folder that is not there, from what its folder holds."""
+    """Suggest a file or folder like one that is not there, from what its folder holds."""
     try:
         names = sorted(each.name for each in path.parent.iterdir())
     except OSError:  # its folder is not there, either, or cannot be read
@@ -33,7 +33,7 @@ def near_file(path: Path) -> str:
     return did_you_mean(path.name, [name for name in names if name != path.name])
 
 
-def hanging(text: str, width: int) -> str:
+def hang_indent(text: str, width: int) -> str:
     """A text wrapped at words, each line under its own indent and two more; words stay whole."""
     return "\n".join(
         textwrap.fill(
@@ -50,27 +50,27 @@ def hanging(text: str, width: int) -> str:
     )
 
 
-def fitted(text: str, stream: IO[str]) -> str:
+def wrap_for_stream(text: str, stream: IO[str]) -> str:
     """A text for a stream: wrapped where that is a terminal, whole lines for all others."""
-    return hanging(text, shutil.get_terminal_size().columns) if stream.isatty() else text
+    return hang_indent(text, shutil.get_terminal_size().columns) if stream.isatty() else text
 
 
-def flattened(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_values(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
     """(Dotted path, value) of all that is no mapping."""
     for name, value in values.items():
         if isinstance(value, Mapping):
-            yield from flattened(value, f"{above}{name}.")
+            yield from flatten_values(value, f"{above}{name}.")
         else:
             yield f"{above}{name}", value
 
 
-def listed(names: Iterable[str]) -> str:
+def join_names(names: Iterable[str]) -> str:
     """Names in order, or ``none``."""
     return ", ".join(sorted(names)) or "none"
 
 
 def first_line(error: BaseException | str) -> str:
-    """The first line of what an error says; its type, if it says nothing."""
+    """Return the first line of an error's message; its type, if it has none."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
 
@@ -90,27 +90,27 @@ def describe(error: BaseException) -> str:
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
-def escaped(text: str) -> str:
+def escape(text: str) -> str:
     r"""A text for a terminal: control characters but for newlines and tabs become ``\x1b`` and the
     like, and so do bytes of a file's name that are not UTF-8."""
     return _CONTROL.sub(lambda found: found[0].encode("unicode_escape").decode("ascii"), text)
 
 
-def short(text: str) -> str:
+def shorten(text: str) -> str:
     """A text of at most 60 characters for a message: the rest is cut off, with an ellipsis."""
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def finite(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """Values as JSON has them: inf and nan become null."""
     if isinstance(value, Mapping):
-        return {name: finite(below) for name, below in value.items()}
+        return {name: json_values(below) for name, below in value.items()}
     if isinstance(value, list | tuple):
-        return [finite(below) for below in value]
+        return [json_values(below) for below in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def size(count: float) -> str:
+def format_bytes(count: float) -> str:
     """A number of bytes in binary units: ``1.2 GiB``."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(count) < 1024:
@@ -119,8 +119,8 @@ def size(count: float) -> str:
     return f"{count:.1f} TiB"
 
 
-def seconds(value: float) -> str:
-    """A time as people say it."""
+def format_time(value: float) -> str:
+    """Format a time as people write it."""
     if value < 0.1:
         return f"{1000 * value:.1f} ms"
     if value < 2 * 60:

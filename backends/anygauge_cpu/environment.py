@@ -25,7 +25,7 @@ ALLOCATORS = ("libtcmalloc_minimal.so.4", "libtcmalloc.so.4", "libjemalloc.so.2"
 _ALLOCATOR_SOURCE = "pytorch.org/tutorials: performance tuning guide, memory allocator"
 
 
-def _switched_off(context: RuleContext) -> str | None:
+def _off(context: RuleContext) -> str | None:
     if context.job.launch.binding == "none":
         return "launch.binding is none"
     if not context.options.bind_cores:
@@ -35,7 +35,7 @@ def _switched_off(context: RuleContext) -> str | None:
 
 def _bound_cores(context: RuleContext) -> tuple[int, ...]:
     ranks, rank = context.job.launch.devices, context.local_rank
-    if rank is None or ranks == 1 or _switched_off(context) is not None:
+    if rank is None or ranks == 1 or _off(context) is not None:
         return ()
     return context.node.cores_of_rank(rank, ranks)
 
@@ -61,7 +61,7 @@ def _cores(context: RuleContext) -> Setting | Skip:
         )
     if context.job.launch.devices == 1:
         return Skip("a single rank may use every core")
-    off = _switched_off(context)
+    off = _off(context)
     if off is not None:
         return Skip(off)
     return Skip("there are fewer physical cores than ranks, or cores of several kinds")

@@ -11,7 +11,7 @@ import importlib.util
 import re
 from pathlib import Path
 
-from anygauge.interface import Finding, Probe, counted, file_text, pci_devices
+from anygauge.interface import Finding, Probe, count_of, file_text, pci_devices
 
 _GPU = "NVIDIA GPU"
 _VENDOR = "0x10de"
@@ -71,11 +71,11 @@ def torch_cuda_version(torch_folder: Path) -> str | None:
 def _devices(root: Path, nodes: list[str], listed: list[str], on_bus: list[str]) -> Finding:
     looked = ("/sys/bus/pci/devices", "/proc/driver/nvidia/gpus", "/dev/nvidia*", f"/{_WSL_DEVICE}")
     if nodes:
-        return Finding.yes(f"{counted(nodes, _GPU)} ({', '.join(nodes)})", *looked)
+        return Finding.yes(f"{count_of(nodes, _GPU)} ({', '.join(nodes)})", *looked)
     if listed:
-        return Finding.yes(f"{counted(listed, _GPU)} known to the driver", *looked)
+        return Finding.yes(f"{count_of(listed, _GPU)} known to the driver", *looked)
     if on_bus:
-        return Finding.yes(f"{counted(on_bus, _GPU)} on the PCI bus", *looked)
+        return Finding.yes(f"{count_of(on_bus, _GPU)} on the PCI bus", *looked)
     if _is_wsl(root):
         return Finding.yes("GPUs of the Windows host, through WSL", *looked)
     return Finding.no("no NVIDIA GPU", *looked)

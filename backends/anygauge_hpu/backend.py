@@ -12,7 +12,6 @@ from pydantic import AfterValidator, Field
 from anygauge.interface import (
     FULL,
     Backend,
-    Check,
     Collectives,
     Compiler,
     Graph,
@@ -93,12 +92,12 @@ class HpuOptions(Options):
     split_forward_backward: bool = Field(
         False,
         description="also cut the graph between forward and backward, so that the host traces one "
-        "while the device runs the other; sync_on_release leaves nothing of that",
+        "while the device runs the other; no use with sync_on_release",
     )
     sync_on_release: bool = Field(
         False,
         description="the host waits for the device before ZeRO-3 releases a gathered weight, as "
-        "Intel's DeepSpeed did before release 1.16",
+        "Intel's DeepSpeed before 1.16",
     )
     recipe_cache: Annotated[str, AfterValidator(_folder)] | None = Field(
         None,
@@ -109,8 +108,8 @@ class HpuOptions(Options):
     buckets: Count = Field(8, description="number of distinct lengths that batches are padded to")
     warm_up: bool = Field(
         True,
-        description="compute each distinct length of the run in the first two steps of a process, "
-        "so that no later step waits for graphs to be compiled",
+        description="compute each length of the run in the first two steps of a process, so that "
+        "no later step compiles graphs",
     )
     attention: Literal["fused", "softmax"] = Field(
         "fused",
@@ -128,8 +127,8 @@ class HpuOptions(Options):
     )
     attention_recompute: bool = Field(
         False,
-        description="fused attention keeps no scores for backward and computes them again there, "
-        "as optimum-habana's flash_attention_recompute",
+        description="fused attention computes its scores again in backward, as optimum-habana's "
+        "flash_attention_recompute",
     )
     rms_norm: Literal["fused", "reference"] = Field(
         "fused", description="fused: one kernel; reference: the model's own"
@@ -140,17 +139,12 @@ class HpuOptions(Options):
         "reference: the model's own",
     )
     optimum_habana: bool = Field(
-        False,
-        description="let optimum-habana adapt transformers' models before one is built",
+        False, description="let optimum-habana adapt transformers' models before one is built"
     )
 
 
 def check_options(options: HpuOptions, mode: Mode) -> None:
-    """Check what goes together.
-
-    Raises:
-        RunFileError: an option means nothing with another one.
-    """
+    """Refuse an option that means nothing with another one (`RunFileError`)."""
     given = options.model_fields_set
     for name in LAZY_ONLY:
         if mode is not Mode.LAZY and getattr(options, name):
@@ -298,6 +292,7 @@ class HpuBackend(Backend):
     engine_names: Mapping[str, str] = {"deepspeed": "hpu"}
     fabrics = FABRICS
     environment_rules = RULES
+    diagnostics = staticmethod(checks)
     libraries = (PLUGIN,)
     variables = (MODULES_VARIABLE,)
     readings = PATTERNS
@@ -347,13 +342,11 @@ class HpuBackend(Backend):
         ),
         # Source: bitsandbytes 0.50, backends/hpu/ops.py.
         "adamw_8bit": Support(
-            Level.UNSUPPORTED_BY_VERSION,
-            "bitsandbytes 0.50 has no optimizer for these cards",
+            Level.UNSUPPORTED_BY_VERSION, "bitsandbytes 0.50 has no optimizer for these cards"
         ),
     }
 
     def __init__(self, options: HpuOptions | None = None) -> None:
-        """Raises: RunFileError: an option means nothing with another one."""
         super().__init__(options or HpuOptions())
         version = installed_version(PLUGIN)
         self.mode, self.mode_reason = choose_mode(
@@ -397,12 +390,7 @@ class HpuBackend(Backend):
         )
 
     def adapt_models(self, *, packing: bool) -> None:
-        """Let optimum-habana replace transformers' models, where the run file asks for it.
-
-        Raises:
-            UnsupportedError: it is not installed whole, or rows are packed, which it or the form of
-                fused attention does not serve.
-        """
+        """Let optimum-habana replace transformers' models, where the run file asks for it."""
         if packing and self.options.fast_softmax and self.options.attention_recompute:
             raise UnsupportedError(
                 "backend_options.fast_softmax and attention_recompute: Gaudi's fused attention "
@@ -436,9 +424,10 @@ class HpuBackend(Backend):
         """See `anygauge_hpu.gaudi_fp8`."""
         return train_in_fp8(model, kept, reentrant)
 
-    def diagnostics(self) -> Sequence[Check]:
-        """See `anygauge_hpu.diagnostics`."""
-        return checks()
+    def make_deterministic(self) -> str:
+        """See `Backend.make_deterministic`."""
+        super().make_deterministic()
+        return "Intel's documentation promises no equal bits for Gaudi; torch's switch is set"
 
 
 def _preferred_kernels(options: HpuOptions) -> dict[str, str]:

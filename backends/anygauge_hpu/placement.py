@@ -8,9 +8,9 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import MemoryStats, NotAvailableError, Placement
+from anygauge.interface import MemoryStats, NotAvailableError, Placement, file_texts
 from anygauge_hpu.environment import LAZY_VARIABLE, MODULE_VARIABLE, MODULES_VARIABLE, Mode
-from anygauge_hpu.probe import PACKAGE, is_fork, look, modules_here, why_missing
+from anygauge_hpu.probe import PACKAGE, PATTERNS, is_fork, modules_here, why_missing
 
 if TYPE_CHECKING:
     import torch
@@ -32,16 +32,11 @@ class HpuPlacement(Placement):
     # -- opening ---------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> torch.device:
-        """Load Gaudi's software in the run's mode, and take this rank's card.
-
-        Raises:
-            NotAvailableError: the software is missing or in another mode, there is no card, or it
-                is taken.
-        """
+        """Load Gaudi's software in the run's mode, and take this rank's card."""
         missing = why_missing()
         if missing:
             raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
-        named = self._settle(local_rank)
+        named = self._set_variables(local_rank)
         import torch
 
         if self.mode is Mode.LAZY and not is_fork(torch.__version__):
@@ -96,7 +91,7 @@ class HpuPlacement(Placement):
         count = super().device_count()
         return min(count, len(visible)) if visible else count
 
-    def _settle(self, local_rank: int) -> bool:
+    def _set_variables(self, local_rank: int) -> bool:
         """Variables that are read once, at import: an agent has set them; else it is done here.
 
         Returns: whether the card was named here.
@@ -109,7 +104,7 @@ class HpuPlacement(Placement):
             and MODULE_VARIABLE not in os.environ
         )
         if named:
-            here = modules_here(look()) or ()
+            here = modules_here(file_texts(PATTERNS)) or ()
             inside = local_rank < len(here)
             os.environ[MODULE_VARIABLE] = here[local_rank] if inside else str(local_rank)
         return named

@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from anygauge.interface import Finding, Probe, counted, file_text, installed_version, pci_devices
+from anygauge.interface import Finding, Probe, count_of, file_text, installed_version, pci_devices
 
 VENDOR = "0x1da3"
 """Habana Labs' PCI vendor id."""
@@ -72,18 +72,12 @@ def is_fork(torch_version: str) -> bool:
     return torch_version.partition("+")[2].startswith(("git", "hpu"))
 
 
-def major_minor(version: str | None) -> tuple[int, int] | None:
-    """``1.23.0.695`` is (1, 23); None for what is not a version."""
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def _devices(nodes: list[str], on_bus: list[str]) -> Finding:
     looked = (f"/sys/bus/pci/devices (vendor {VENDOR})", "/dev/accel/accel*", "/sys/class/accel")
     if nodes:
-        return Finding.yes(f"{counted(nodes, _CARD)} ({', '.join(nodes)})", *looked)
+        return Finding.yes(f"{count_of(nodes, _CARD)} ({', '.join(nodes)})", *looked)
     if on_bus:
-        return Finding.yes(f"{counted(on_bus, _CARD)} on the PCI bus", *looked)
+        return Finding.yes(f"{count_of(on_bus, _CARD)} on the PCI bus", *looked)
     return Finding.no(f"no Gaudi card (PCI vendor {VENDOR})", *looked)
 
 
@@ -145,13 +139,3 @@ def modules_here(texts: Mapping[str, str]) -> tuple[str, ...] | None:
     if not numbers or len(set(numbers)) < len(numbers):
         return None
     return tuple(map(str, numbers))
-
-
-def look(root: Path = Path("/")) -> dict[str, str]:
-    """The files of `PATTERNS` below a folder; opens no device."""
-    found = {}
-    for pattern in PATTERNS:
-        for path in root.glob(pattern.lstrip("/")):
-            text = file_text(path) if path.is_file() else ""
-            found[f"/{path.relative_to(root)}"] = text
-    return found

@@ -217,7 +217,7 @@ class Phases:
 
         return {
             "anygauge.training.loop": of_loop,
-            "anygauge.training.save": lambda module: self.at(module, "save", SAVE),
+            "anygauge.training.save": lambda module: self.at(module, "save_result", SAVE),
             # A trainer builds its engine in `train`, and then tells its callbacks.
             "transformers.trainer_callback": lambda module: self.at(
                 module.CallbackHandler, "on_train_begin", TRAINING

@@ -67,7 +67,7 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:
         KernelSpec(
             operation="attention",
             name="blocks",
-            factory="anygauge_kernels.blocks:compiled",
+            factory="anygauge_kernels.blocks:compiled_attention",
             api_version=WRITTEN_FOR,
             device_types=frozenset({"cuda"}),
             missing=why_no_triton,

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
-def compiled() -> AttentionKernel:
+def compiled_attention() -> AttentionKernel:
     """Compiled for the device; from the second length of rows on, for all lengths."""
     from torch.nn.attention.flex_attention import flex_attention
 

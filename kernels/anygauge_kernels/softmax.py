@@ -83,7 +83,7 @@ class _Softmax(torch.autograd.Function):
             elif mask is not None:
                 scores.sub_(_infinite_where_hidden(mask[piece], wide))
             if causal_offset is not None:
-                seen = _seen(scores, causal_offset + first_row)
+                seen = _causal_mask(scores, causal_offset + first_row)
                 scores.sub_(_infinite_where_hidden(seen, wide))
             weights = torch.softmax(scores, -1)
             empty = scores.amax(-1, keepdim=True) == -torch.inf
@@ -134,7 +134,7 @@ def _pieces(x: Tensor) -> Iterator[tuple[Any, int]]:
             yield (*outer, slice(start, start + step)), first_row
 
 
-def _seen(scores: Tensor, offset: int) -> Tensor:
+def _causal_mask(scores: Tensor, offset: int) -> Tensor:
     """Columns that a row reaches: (rows, columns) bool."""
     rows, columns = (torch.arange(n, device=scores.device) for n in scores.shape[-2:])
     return columns <= rows[:, None] + offset
@@ -153,7 +153,7 @@ def _trained_mask(x: Tensor, dim: int, mask: Tensor, scale: float, offset: int |
     wide = torch.promote_types(x.dtype, torch.float32)
     scores = x.to(wide) * scale + mask
     if offset is not None:
-        scores = scores.masked_fill(~_seen(scores, offset), -torch.inf)
+        scores = scores.masked_fill(~_causal_mask(scores, offset), -torch.inf)
     empty = scores.amax(dim, keepdim=True) == -torch.inf
     weights = torch.softmax(scores.masked_fill(empty, 0.0), dim).masked_fill(empty, 0.0)
     return weights.to(x.dtype)

@@ -60,7 +60,7 @@ def _tanh(x):
 
 
 @triton.jit
-def _final(logits, place, inside, scale, softcap, CAPPED: tl.constexpr):
+def _final_logits(logits, place, inside, scale, softcap, CAPPED: tl.constexpr):
     """Logits after scale and cap, float32; -inf outside."""
     x = tl.load(logits + place, mask=inside, other=0.0).to(tl.float32) * scale
     if CAPPED:
@@ -82,7 +82,7 @@ def _rows(
     for start in range(0, classes, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < classes
-        x = _final(logits, first + column, inside, scale, softcap, CAPPED)
+        x = _final_logits(logits, first + column, inside, scale, softcap, CAPPED)
         higher = tl.maximum(largest, x)
         # Lanes beyond the row's end stay at -inf, whose difference would be nan.
         base = tl.where(higher == float("-inf"), 0.0, higher)
@@ -92,7 +92,7 @@ def _rows(
     base = tl.where(largest == float("-inf"), top, largest)
     normalizer = top + tl.log(tl.sum(total * tl.exp(base - top), axis=0))
     place = first + tl.where(counts, target, 0)
-    aimed = _final(logits, place, counts, scale, softcap, CAPPED)
+    aimed = _final_logits(logits, place, counts, scale, softcap, CAPPED)
     loss = normalizer - aimed
     tl.store(losses + row, tl.where(counts, loss, 0.0))
     if GRADIENT:
@@ -101,7 +101,7 @@ def _rows(
         for start in range(0, classes, BLOCK):
             column = start + tl.arange(0, BLOCK)
             inside = column < classes
-            x = _final(logits, first + column, inside, scale, softcap, CAPPED)
+            x = _final_logits(logits, first + column, inside, scale, softcap, CAPPED)
             slope = tl.exp(x - normalizer)
             slope = tl.where(column == target, slope - 1.0, slope)
             if CAPPED:

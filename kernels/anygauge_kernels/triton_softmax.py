@@ -89,7 +89,7 @@ class _TritonSoftmax(torch.autograd.Function):
                 *arguments, **meta, ROWS=tile, BLOCK=block, num_warps=warps
             )
         else:
-            _long(_forward_long, count, columns, arguments, meta, rows.device)
+            _launch_long_rows(_forward_long, count, columns, arguments, meta, rows.device)
         ctx.save_for_backward(output)
         ctx.dim, ctx.scale = dim, scale
         return output.movedim(-1, dim)
@@ -109,7 +109,7 @@ class _TritonSoftmax(torch.autograd.Function):
                 *arguments, ROWS=tile, BLOCK=block, num_warps=warps
             )
         else:
-            _long(_backward_long, count, columns, arguments, {}, output.device)
+            _launch_long_rows(_backward_long, count, columns, arguments, {}, output.device)
         return result.movedim(-1, ctx.dim), None, None, None, None
 
 
@@ -120,7 +120,7 @@ def _tile(columns: int) -> tuple[int, int, int]:
     return rows, block, min(32, max(4, rows * block // 1024))
 
 
-def _long(
+def _launch_long_rows(
     kernel: Any,
     count: int,
     columns: int,

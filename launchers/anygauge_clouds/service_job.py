@@ -22,13 +22,12 @@ from anygauge.interface import LOST, AnygaugeError, JobState, Plan, UnsupportedE
 from anygauge.util.clients import (
     NoAnswerError,
     NotInstalledError,
+    client_output,
     last_line,
-    printed,
     run_client,
 )
-from anygauge.util.events import message_event, read_event
+from anygauge.util.events import ended_event, message_event, read_event
 from anygauge.util.processes import parent_environment
-from anygauge_clouds.submission import write_files
 
 Event = Mapping[str, Any]
 
@@ -46,6 +45,7 @@ class Service(abc.ABC):
 
     Attributes:
         owner: who answers, in words.
+        noun: what such a job is, for humans.
         gone: pattern of its complaint about a job that it does not know.
         log_delay_s: seconds that the coordinator's log may take to arrive once the service reports
             the end of the job.
@@ -54,13 +54,16 @@ class Service(abc.ABC):
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     owner: ClassVar[str]
+    noun: ClassVar[str]
     gone: ClassVar[str]
     log_delay_s = 15.0
 
+    name: str
+
     @property
-    @abc.abstractmethod
-    def shown(self) -> str:
+    def title(self) -> str:
         """The job, for humans."""
+        return f"{self.noun} {self.name}"
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -101,11 +104,8 @@ class Service(abc.ABC):
         if done.returncode == 0:
             return done.stdout
         if re.search(self.gone, done.stderr, re.DOTALL):
-            return JobState(phase="gone", text=f"{self.shown} is gone")
-        return self.silent(f"{self.owner} does not answer: {last_line(done.stderr)}")
-
-    def silent(self, text: str) -> JobState:
-        """The state of a job about which there is no answer."""
+            return JobState(phase="gone", text=f"{self.title} is gone")
+        text = f"{self.owner} does not answer: {last_line(done.stderr)}"
         return JobState(phase="silent", text=text)
 
     def end(self, client: str, command: Sequence[str], unless: str = r"\Z.") -> None:
@@ -116,7 +116,7 @@ class Service(abc.ABC):
         """
         done = run_client(command)
         if done.returncode and not re.search(unless, done.stderr):
-            raise AnygaugeError(f"{client} cannot end {self.shown}: {last_line(done.stderr)}")
+            raise AnygaugeError(f"{client} cannot end {self.title}: {last_line(done.stderr)}")
 
 
 class ServiceLauncher:
@@ -133,22 +133,14 @@ class ServiceLauncher:
     called: ClassVar[str]
 
     def submit(self, plan: Plan) -> ServiceJob:
-        """Write the plan's files and create the job.
-
-        Raises:
-            AnygaugeError: the client is missing or refuses, or a file cannot be written.
-        """
+        """Write the plan's files and create the job."""
         job = self.attach(plan.record, Path(plan.files[-1].path).parent)
         self.create(plan)
         return job
 
     def create(self, plan: Plan) -> None:
-        """Write the plan's files, and run the command that submits them.
-
-        Raises:
-            AnygaugeError: see `submit`.
-        """
-        write_files(plan)
+        """Write the plan's files, and run the command that submits them; raises as `submit`."""
+        plan.write_files()
         try:
             done = run_client(plan.processes[0].argv)
         except NoAnswerError as error:
@@ -157,14 +149,10 @@ class ServiceLauncher:
                 f"{error}. The service may have accepted the job all the same, as {name}"
             ) from error
         if done.returncode:
-            raise AnygaugeError(f"{self.title} refused the job: {printed(done)}")
+            raise AnygaugeError(f"{self.title} refused the job: {client_output(done)}")
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
+        """A job that was submitted before."""
         try:
             service = TypeAdapter(self.service).validate_python(dict(record))
         except ValidationError as error:
@@ -208,7 +196,7 @@ class ServiceJob:
         ask_at: float | None = time.monotonic()
         try:
             while True:
-                for event in self._new():
+                for event in self._new_events():
                     if event["event"] == "ended":
                         # Where several agents write to one log, the coordinator's report counts.
                         if ended is None or event.get("node_rank") == 0:
@@ -224,11 +212,11 @@ class ServiceJob:
                     ask_at = None
                     threading.Thread(target=self._ask, daemon=True).start()
                 elif not self._answers.empty():
-                    state, ask_at = self._answered(self._answers.get()), now + POLL_S
+                    state, ask_at = self._take_answer(self._answers.get()), now + POLL_S
                     if state.text != reported:
                         reported = state.text
                         yield message_event(reported)
-                if not state.over:
+                if not state.has_ended:
                     over_at, fetched = None, False
                 else:
                     over_at = over_at or now
@@ -237,7 +225,7 @@ class ServiceJob:
                         for line in self._service.whole_log(self._folder).splitlines(True):
                             self._lines.put(line)
                     elif ended is not None or fetched:
-                        yield self._final(state, ended)
+                        yield self._end_event(state, ended)
                         return
                 time.sleep(_READ_S)
         finally:
@@ -255,7 +243,7 @@ class ServiceJob:
         Raises:
             AnygaugeError: the service refuses, and nobody follows the job, or it is over.
         """
-        if not self._followed and not self._cancellations and (state := self.state()).over:
+        if not self._followed and not self._cancellations and (state := self.state()).has_ended:
             raise AnygaugeError(f"{state.text}: there is nothing to end")
         self._cancellations += 1
         try:
@@ -275,7 +263,7 @@ class ServiceJob:
         except AnygaugeError as error:
             self._answers.put(error)
 
-    def _answered(self, answer: _Answer | AnygaugeError) -> JobState:
+    def _take_answer(self, answer: _Answer | AnygaugeError) -> JobState:
         if not isinstance(answer, AnygaugeError):
             self._followed = True
             state, command = answer
@@ -316,7 +304,7 @@ class ServiceJob:
             self._complaints.add(reason)
             self._warnings.put(f"the first machine's output cannot be read: {reason}")
 
-    def _new(self) -> Iterator[Event]:
+    def _new_events(self) -> Iterator[Event]:
         with contextlib.suppress(queue.Empty):
             while True:
                 line = self._lines.get_nowait()
@@ -336,7 +324,7 @@ class ServiceJob:
                     with self._log.open("ab") as log:
                         log.write(line)
 
-    def _final(self, state: JobState, ended: Event | None) -> Event:
+    def _end_event(self, state: JobState, ended: Event | None) -> Event:
         if ended is not None and not (ended.get("state") == "ok" and state.phase == "failed"):
             return ended
         if self._cancellations:
@@ -347,4 +335,4 @@ class ServiceJob:
             outcome, status = "failed", 1
         else:
             outcome, status = "lost", LOST
-        return {"event": "ended", "state": outcome, "exit_status": status, "cause": state.text}
+        return ended_event(outcome, status, state.text)

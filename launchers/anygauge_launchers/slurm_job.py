@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,8 +9,7 @@ from typing import Any
 
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan
 from anygauge.util.clients import last_line, run_client
-from anygauge.util.events import message_event, read_event
-from anygauge.util.files import write_text
+from anygauge.util.events import ended_event, message_event, read_event
 
 Event = Mapping[str, Any]
 
@@ -62,14 +59,11 @@ class SlurmJob:
         """
         script = next(file.path for file in plan.files if file.path.endswith(".sh"))
         folder = Path(script).parent
-        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         events = folder / "events.jsonl"
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             (folder / "cancelled").unlink(missing_ok=True)
-            for file in plan.files:
-                write_text(file.path, file.text, file.mode)
-            write_text(folder / "variables.json", json.dumps(passed), 0o600)
+            plan.write_files()
             offset = events.stat().st_size if events.exists() else 0
         except OSError as error:
             raise AnygaugeError(f"cannot start the run in {folder}: {error}") from error
@@ -87,7 +81,7 @@ class SlurmJob:
         yield message_event(f"slurm: job {self.number}; logs: {self._folder / 'logs'}")
         reported, asked_at, ended, gone_at = "", 0.0, None, None
         while True:
-            for event in self._new():
+            for event in self._new_events():
                 if event["event"] == "ended":
                     # Of this attempt; the job may be put back into the queue.
                     ended = event
@@ -124,7 +118,7 @@ class SlurmJob:
             if state in _LIVE:
                 return JobState(phase="running", text=text)
             return JobState(phase="done" if state == "COMPLETED" else "failed", text=text)
-        ended = self._ended()
+        ended = self._end_event()
         if ended is not None:
             word = ended.get("state")
             return JobState(phase="done", text=f"{name}: ended ({word}); Slurm has forgotten it")
@@ -140,14 +134,14 @@ class SlurmJob:
         else:
             run_client(("scancel", self.number))
 
-    def _ended(self) -> Event | None:
+    def _end_event(self) -> Event | None:
         """The last event in the file, if it is the job's end."""
         reader = SlurmJob(self.number, self._folder, int(self.record["offset"]))
-        events = list(iter(lambda: list(reader._new()), []))
+        events = list(iter(lambda: list(reader._new_events()), []))
         last = events[-1][-1] if events else {}
         return last if last.get("event") == "ended" else None
 
-    def _new(self) -> Iterator[Event]:
+    def _new_events(self) -> Iterator[Event]:
         try:
             with self._events.open("rb") as file:
                 file.seek(self._offset)
@@ -184,11 +178,6 @@ class SlurmJob:
         text_of = log.read_text(errors="replace") if log.exists() else ""
         lines = [line for line in text_of.splitlines() if line.strip()]
         tail = "\n".join(f"  | {line}" for line in lines[-10:])
-        return {
-            "event": "ended",
-            "state": kind,
-            "exit_status": status,
-            "cause": f"slurm job {self.number}: {text}"
-            + (f" ({reason})" if reason not in ("", "None") else "")
-            + (f"\nits log: {log}\n{tail}" if tail else ""),
-        }
+        cause = f"slurm job {self.number}: {text}"
+        cause += f" ({reason})" if reason not in ("", "None") else ""
+        return ended_event(kind, status, cause + (f"\nits log: {log}\n{tail}" if tail else ""))

@@ -225,13 +225,13 @@ def test_a_peak_belongs_to_its_phase() -> None:
             hold(40, 30)
 
     phases = Phases(lambda: memory.most, lambda: setattr(memory, "most", memory.now))
-    module, saver = SimpleNamespace(Loop=Loop), SimpleNamespace(save=lambda: hold(45))
+    module, saver = SimpleNamespace(Loop=Loop), SimpleNamespace(save_result=lambda: hold(45))
     hooks = phases.hooks()
     hooks["anygauge.training.loop"](module)
     hooks["anygauge.training.save"](saver)
     hold(20)
     assert Loop().run() == "done"
-    saver.save()
+    saver.save_result()
     assert phases.taken() == {"load": 20, "training": 50, "evaluation": 40, "save": 45}
 
 

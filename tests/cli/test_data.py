@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from anygauge.cli import run as command
-from anygauge.cli.data import example
+from anygauge.cli.data import example_text
 from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
 from anygauge.data.encode import Tokens
@@ -139,11 +139,11 @@ def test_colors_show_what_is_learned(tmp_path: Path) -> None:
     from_here = ids.index(tokenizer.convert_tokens_to_ids("[INST]")) + 1
     loss_mask = np.arange(len(ids)) >= from_here
     sequence = Tokens(ids=np.asarray(ids, dtype=np.int32), loss_mask=loss_mask, record=0)
-    text = example(tokenizer, sequence, in_color=True)
+    text = example_text(tokenizer, sequence, in_color=True)
     assert text.plain == "ab[INST]cd</s>"
     styles = {text.plain[span.start : span.end]: span.style for span in text.spans}
     assert styles == {"ab": "dim", "[INST]": "bold blue", "cd": "green", "</s>": "bold green"}
-    plain = example(tokenizer, sequence, in_color=False)
+    plain = example_text(tokenizer, sequence, in_color=False)
     console = Console(no_color=True, width=200)
     with console.capture() as capture:
         console.print(plain)
@@ -174,10 +174,10 @@ def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
 ) -> None:
     """Also a row of a stream that is read only to count packs."""
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 5)
-    monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", 4.0)
+    monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", 2.0)
     path = chats.parent / "loop.jinja"
     path.write_text(FOR_EVER + CHATML.read_text())
-    said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 4 s, and may loop for"
+    said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 2 s, and may loop for"
     with pytest.raises(DataError, match=said):
         settings = (f"data.chat_template={path}", *options)
         command(["data", str(chats), *(part for each in settings for part in ("--set", each))])

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from anygauge.util.text import size
+from anygauge.util.text import format_bytes
 from tests.helpers.runs import run_file, save_tiny
 from tests.standins.hub import Hub, Repository
 
@@ -67,7 +67,7 @@ ANYGAUGE = (sys.executable, "-m", "anygauge.cli")
 def test_two_ranks_train_on_one_download(
     tmp_path: Path, hub: Hub, files: Mapping[str, bytes]
 ) -> None:
-    weights = size(len(files["model.safetensors"]))
+    weights = format_bytes(len(files["model.safetensors"]))
     path = run_file(tmp_path, model={"name": NAME}, strategy={"name": "ddp"})
     status, out, err = run(tmp_path, hub.address, *ANYGAUGE, "train", path, "--dry-run")
     assert status == 0, err

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anygauge import cli
-from anygauge.cli.trained import EMPTY
+from anygauge.cli.trained import EMPTY_ANSWER
 from tests.helpers.child_processes import begin, bounded, running, until
 from tests.helpers.runs import anygauge, run_file, trained_here
 
@@ -111,6 +111,6 @@ def test_what_libraries_print_is_not_among_what_a_command_prints(line: str, tune
     # A process of its own, to its very end: libraries' last words come when it is taken down.
     command = [sys.executable, "-m", "anygauge.cli", *line.split()]
     done = subprocess.run(command, cwd=tuned, capture_output=True, text=True, timeout=120)
-    empty = f"{EMPTY}\n" if line.startswith("generate") and not done.stdout.strip() else ""
+    empty = f"{EMPTY_ANSWER}\n" if line.startswith("generate") and not done.stdout.strip() else ""
     assert (done.returncode, done.stderr) == (0, empty)
     assert "leaked" not in done.stdout

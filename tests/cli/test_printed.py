@@ -13,9 +13,9 @@ from rich.table import Table
 
 import anygauge.cli
 from anygauge.cli import EscapedStream
-from anygauge.launch.view import View, fail
+from anygauge.launch.view import View, explain
 from anygauge.util.console import Console
-from anygauge.util.text import escaped
+from anygauge.util.text import escape
 from tests.helpers.runs import called
 
 HOSTILE = "a\x1b[2J\x07\r\x9b1A\x7f\udcffb"
@@ -23,8 +23,8 @@ SHOWN = r"a\x1b[2J\x07\r\x9b1A\x7f\udcffb"
 
 
 def test_newlines_and_tabs_and_other_letters_stay() -> None:
-    assert escaped("a\n\tä漢\u202f🙂") == "a\n\tä漢\u202f🙂"
-    assert escaped(HOSTILE) == SHOWN
+    assert escape("a\n\tä漢\u202f🙂") == "a\n\tä漢\u202f🙂"
+    assert escape(HOSTILE) == SHOWN
 
 
 class Terminal(io.StringIO):
@@ -58,15 +58,15 @@ def test_what_is_printed_by_rich() -> None:
     console = Console(file=written, force_terminal=True, highlight=False, width=200)
     console.print(HOSTILE, style="bold", markup=False)
     View(console, quiet=False).show({"event": "message", "text": HOSTILE})
-    fail(console, HOSTILE)
-    fail(console, "[bold]:bug:")
+    explain(console, HOSTILE)
+    explain(console, "[bold]:bug:")
     table = Table()
     table.add_column(HOSTILE)
     console.print(table)
     assert written.getvalue().count(SHOWN) == 3
     assert "[bold]:bug:" in written.getvalue(), "a message is no markup"
     styles = r"\x1b\[[0-9;]*m|\x1b\[\?25[lh]|\x1b\[1A|\x1b\[2K|\r"
-    assert escaped(text := re.sub(styles, "", written.getvalue())) == text
+    assert escape(text := re.sub(styles, "", written.getvalue())) == text
 
 
 PROSE = "  one two three-four, five [six] /a/path/of/some/length seven"
@@ -111,7 +111,7 @@ def test_help_has_one_style(
     monkeypatch.setenv("COLUMNS", "80")
     assert anygauge.cli.run([name, "--help"]) == 0
     usage, *lines = capsys.readouterr().out.splitlines()
-    words = r"[A-Za-z._]+|\[RUN\.yaml\]"
+    words = r"[A-Za-z._]+|\[[A-Za-z.]+\]"
     assert re.fullmatch(
         rf"Usage: anygauge {name}( ({words}))* \[OPTIONS\]( \[-- COMMAND \.{{3}}\])?", usage
     )

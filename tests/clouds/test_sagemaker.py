@@ -16,14 +16,7 @@ from anygauge.interface import AnygaugeError, Job, LaunchProfile, Plan, Unsuppor
 from anygauge_clouds import container
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from anygauge_clouds.service_job import ServiceJob
-from tests.clouds.helpers import (
-    CARDS,
-    Client,
-    client_for,
-    events_text,
-    job,
-    merged,
-)
+from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
 from tests.helpers.plans_from_options import render
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"
@@ -95,7 +88,7 @@ def test_a_job_travels_in_pieces_that_the_service_takes() -> None:
     assert len(pieces) > 3
     for piece in pieces.values():
         assert len(piece) <= 2500 and "\n" not in piece and piece.isascii()
-    job_text, secrets = container.unpacked(dict(reversed(pieces.items())))
+    job_text, secrets = container.unpack_job(dict(reversed(pieces.items())))
     assert json.loads(job_text)["run_text"] == text
     assert json.loads(job_text)["run_directory"] == "/opt/ml/checkpoints"
     assert secrets == {"HF_TOKEN": SECRET}

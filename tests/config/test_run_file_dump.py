@@ -151,7 +151,7 @@ def test_fields_that_an_adapter_decides_are_left_to_it(folder, minimal):
     (folder.path / "a").mkdir()
     run = folder.load(minimal + "adapter: {start_from: a, alpha: 32}")
     again = parse_run(run_json(run)).adapter
-    assert again is not None and again.given == {"alpha"}
+    assert again is not None and again.own_fields == {"alpha"}
 
 
 def test_another_versions_run_is_refused(folder, minimal, tmp_path):

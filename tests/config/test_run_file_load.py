@@ -125,7 +125,7 @@ def test_every_value_knows_where_it_was_written(folder, minimal):
     assert str(loaded.origin("train.max_grad_norm")) == "sub/base.yaml:5"
     assert str(loaded.origin("train.seed")) == "--set train.seed=3"
     assert str(loaded.origin("launch.devices")) == "--devices"
-    assert not loaded.sets("train.micro_batch_size")
+    assert not loaded.has_value("train.micro_batch_size")
     assert str(loaded.origin("train.micro_batch_size")) == "run.yaml:3"
     assert str(loaded.origin("strategy.name")) == "run.yaml"
     assert str(loaded.error("train.max_grad_norm", "too large")) == (

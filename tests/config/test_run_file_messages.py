@@ -62,11 +62,11 @@ def test_names_of_other_tools_point_at_fields_that_exist(name, target):
     root = YamlNode({"strategy": zero} if target.startswith("strategy.") else {}, nowhere)
     path, _, value = target.partition(": ")
     run = kind_of_run(root)
-    kind = run.at(tuple(path.split(".")))
+    kind = run.descendant(tuple(path.split(".")))
     assert kind is not None
     choices = [choice for member in kind.members for choice in member.choices]
     assert not value or value in choices or not choices
-    assert run.at((name,)) is None
+    assert run.descendant((name,)) is None
 
 
 def test_missing_sections_say_what_they_are_for(folder):

@@ -98,10 +98,10 @@ def batches(tokenizer, counting):
 def read(source, cache=None):
     """The records of a source; looked at from the beginning, and read from elsewhere, as well."""
     opened = open_source(source, "data.train", cache)
-    records = [row.parsed(opened.origin) for row in opened.rows(0)]
+    records = [row.parse(opened.origin) for row in opened.rows(0)]
     assert first_records(source, 3, "data.train") == records[:3]
     for start in {1, len(records) // 2, len(records)} - {0}:
-        assert [row.parsed(opened.origin) for row in opened.rows(start)] == records[start:]
+        assert [row.parse(opened.origin) for row in opened.rows(start)] == records[start:]
     assert opened.count() in (None, len(records), source.limit)
     return records
 

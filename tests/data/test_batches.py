@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data import EvaluationBatches, Layout, Schedule, accumulation, prepare
-from anygauge.data.batches import IGNORED, RowBatches, measure, pack
+from anygauge.data.batches import IGNORE_INDEX, RowBatches, measure_padding, pack
 from anygauge.data.order import packing_order
 from anygauge.interface import RunFileError, ShapeKind, ShapePolicy, Share
 from tests.data.conftest import origins
@@ -43,21 +43,21 @@ def check(batch, rows, packed):
     """Everything that must hold for any micro-batch; recomputed from the definition."""
     ids, mask = batch.input_ids, batch.attention_mask
     # Of the positions themselves.
-    labels = torch.nn.functional.pad(batch.shift_labels[:, :-1], (1, 0), value=IGNORED)
-    assert (batch.shift_labels[:, -1] == IGNORED).all()
+    labels = torch.nn.functional.pad(batch.shift_labels[:, :-1], (1, 0), value=IGNORE_INDEX)
+    assert (batch.shift_labels[:, -1] == IGNORE_INDEX).all()
     assert batch.has_padding == (0 in mask)
     if batch.loss_rows is not None:
         assert (
             batch.loss_rows.tolist()
-            == (batch.shift_labels.flatten() != IGNORED).nonzero()[:, 0].tolist()
+            == (batch.shift_labels.flatten() != IGNORE_INDEX).nonzero()[:, 0].tolist()
         )
     kinds = {(tensor.dtype, tensor.shape) for tensor in batch.tensors().values()}
     assert kinds == {(torch.int64, ids.shape)}
-    assert batch.num_loss_tokens == int((labels[:, 1:] != IGNORED).sum())
-    assert (labels[:, 0] == IGNORED).all()
-    assert (labels[labels != IGNORED] == ids[labels != IGNORED]).all()
+    assert batch.num_loss_tokens == int((labels[:, 1:] != IGNORE_INDEX).sum())
+    assert (labels[:, 0] == IGNORE_INDEX).all()
+    assert (labels[labels != IGNORE_INDEX] == ids[labels != IGNORE_INDEX]).all()
     assert (ids[mask == 0] == PAD).all()
-    assert (labels[mask == 0] == IGNORED).all()
+    assert (labels[mask == 0] == IGNORE_INDEX).all()
     assert (mask.diff(dim=1) <= 0).all(), "padding on the right only"
     assert (mask.sum(dim=1) >= 1).all()
     assert (batch.segment_ids is not None) == packed
@@ -66,7 +66,7 @@ def check(batch, rows, packed):
         starts = batch.position_ids == 0
         changes = batch.segment_ids.diff(dim=1, prepend=torch.full((len(ids), 1), -1)) != 0
         assert (starts == changes).all(), "positions begin anew with each document"
-        assert (labels[starts] == IGNORED).all(), "no document predicts its neighbour's start"
+        assert (labels[starts] == IGNORE_INDEX).all(), "no document predicts its neighbour's start"
     lengths = dict(zip(origins_of(rows), rows.lengths.tolist(), strict=True))
     assert batch.tokens == sum(lengths[origin] for origin in batch.origins)
 
@@ -84,7 +84,7 @@ def test_a_batch_token_by_token(tokenizer, source, packing):
     assert [origin[-2:] for origin in batch.origins] == ([":2", ":1"] if packing else [":1", ":2"])
     assert (batch.num_loss_tokens, batch.tokens) == (6, 10)
     assert ("segment_ids" in batch.tensors()) is (packing is True)
-    no = IGNORED
+    no = IGNORE_INDEX
     if not packing:
         assert batch.input_ids.tolist() == [[0, a, b, 1, PAD, PAD], [0, a, b, c, d, 1]]
         assert batch.shift_labels.tolist() == [[no, b, 1, no, no, no], [no, b, c, d, 1, no]]
@@ -261,7 +261,7 @@ def test_padding_is_measured_as_it_is_laid_out(tokenized, packing, ranks):
     options = {"global_batch": 4 * ranks, "packing": packing, "shapes": BUCKETED}
     every = [make(tokenized, share=Share(rank, ranks), **options) for rank in range(ranks)]
     steps = [batch for one in every for index in range(one.steps) for batch in one.step(index)]
-    found = measure(tokenized, *plan(share=Share(0, ranks), **options))
+    found = measure_padding(tokenized, *plan(share=Share(0, ranks), **options))
     assert found.positions == sum(batch.input_ids.numel() for batch in steps)
 
 

@@ -348,7 +348,7 @@ def of_hub(rows: list[dict[str, Any]], **options: Any) -> list[Record]:
     from datasets import Dataset
 
     batches = Dataset.from_list(rows, **options).with_format("arrow").iter(2)
-    return [row.parsed("h[{}]") for row in readers.rows_of(readers.with_row_numbers(batches), 0)]
+    return [row.parse("h[{}]") for row in readers.rows_of(readers.with_row_numbers(batches), 0)]
 
 
 def test_a_table_gives_a_call_the_arguments_that_were_written(tmp_path, cache, tokenizer):

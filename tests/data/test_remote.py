@@ -81,7 +81,7 @@ def streamed(batches):
 def rows_from(source: Source, start: int) -> list[Any]:
     """The values of the first rows from a number on."""
     rows = islice(source.rows(start), 3)
-    return [row.parsed(source.origin).values for row in rows]
+    return [row.parse(source.origin).values for row in rows]
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -144,7 +144,7 @@ def test_each_failure_has_its_message_at_once(name, streaming, server, monkeypat
 def test_a_look_at_the_first_rows_fetches_a_beginning(server):
     server.files["long.jsonl"] = File(body=LINES * 200)
     assert len(first_records(SourceSection(path=server.address("long.jsonl")), 20, "f")) == 20
-    assert server.sent <= 2 * remote_files.FEW < len(server.files["long.jsonl"].body)
+    assert server.sent <= 2 * remote_files.SMALL_BLOCK < len(server.files["long.jsonl"].body)
 
 
 def test_addresses_that_nobody_answers_or_no_package_reads(impatient, monkeypatch):
@@ -275,7 +275,7 @@ def test_a_data_set_of_the_hub_is_streamed(kind, hub, tmp_path, streamed):
     put(hub, of_kind(kind))
     source = open_source(SourceSection(path=NAME), "f")
     assert source.count() == (230 if kind == "parquet" else None)
-    records = [row.parsed(source.origin) for row in source.rows(0)]
+    records = [row.parse(source.origin) for row in source.rows(0)]
     assert [record.values for record in records] == ROWS
     assert [record.origin for record in records[::229]] == [f"{NAME}[train][{n}]" for n in (0, 229)]
     for start in (1, 149, 150, 229, 300):

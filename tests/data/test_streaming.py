@@ -248,9 +248,9 @@ def test_epochs_need_a_number_of_rows(batches, counting):
 def test_ranks_divide_streamed_steps(batches, packing, world, micro, monkeypatch):
     """Each reads the stream once an epoch, also in steps of several blocks; where shapes cost
     something, all have one width."""
-    starts, read_from = Counter(), StreamedRows._from
+    starts, read_from = Counter(), StreamedRows._rows_from
     monkeypatch.setattr(
-        StreamedRows, "_from", lambda *where: starts.update([where]) or read_from(*where)
+        StreamedRows, "_rows_from", lambda *where: starts.update([where]) or read_from(*where)
     )
     shapes, total = ShapePolicy(kind=ShapeKind.BUCKETED, buckets=8), 2 * world * micro
     fields = {"packing": packing, "shuffle_buffer": 5, "shapes": shapes}

@@ -11,7 +11,7 @@ from anygauge.data import template as template_module
 from anygauge.data.encode import RowEncoder
 from anygauge.data.readers import Record
 from anygauge.data.template import (
-    NAMED,
+    FOLDER,
     ChatTemplate,
     TemplateRefusal,
     read_template,
@@ -43,7 +43,7 @@ def test_a_name_a_file_or_the_template_itself(tmp_path):
     # Some editors write a byte order mark.
     (tmp_path / "phi").write_text("{{ é }}", encoding="utf-8-sig")
     assert read_template(str(tmp_path / "phi")) == "{{ é }}"
-    assert read_template("phi") == (NAMED / "phi.jinja").read_text()
+    assert read_template("phi") == (FOLDER / "phi.jinja").read_text()
     for path, said in (
         (tmp_path / "no.jinja", "no such file"),
         (tmp_path, "cannot be read"),
@@ -226,7 +226,7 @@ ENDS = {name: text.rsplit("⟧", 1)[0].rsplit("<", 1)[1] for name, text in RENDE
 
 
 def test_each_name_has_its_file():
-    assert {path.name for path in NAMED.iterdir()} == {f"{name}.jinja" for name in NAMED_TEMPLATES}
+    assert {path.name for path in FOLDER.iterdir()} == {f"{name}.jinja" for name in NAMED_TEMPLATES}
 
 
 @pytest.mark.parametrize("name", NAMED_TEMPLATES)

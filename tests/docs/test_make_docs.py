@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anygauge.config.describe import sections
+from anygauge.config.strategies import StrategySection, strategy_of
 from anygauge.testing import BackendContract
 from anygauge.testing.plugin import contents
 from docs import make_docs
@@ -64,6 +66,7 @@ def test_a_page_of_several_reports_has_a_column_for_each() -> None:
                 "figures": figures if conforms else {}}  # fmt: skip
 
     text = "".join(make_docs.compared([report("one", "skipped"), report("two", "failed")]))
+    assert "Equal for all: torch 2.13.\n" in text
     assert "| verdict | conforms | does NOT conform |" in text
     assert "| ranks: 2 checks | pass | pass |\n| ranks: c \\| it | - | FAIL |" in text
     assert "| losses | 2.0e-06 | 1.0e-07 | - |" in text
@@ -75,12 +78,16 @@ def test_a_page_of_several_reports_has_a_column_for_each() -> None:
 def test_every_field_of_every_section_has_a_full_row() -> None:
     text = PARTS["run file fields"]()
     for _, section in sections():
-        rows = make_docs.fields(section).splitlines()[2:]
-        assert "\n".join(rows) in text
-        assert [row.split("`")[1] for row in rows] == list(section.model_fields)
-        for row in rows:
-            cells = row.replace("\\|", "").split("|")
-            assert len(cells) == 6 and all(cell.strip() for cell in cells[1:5]), row
+        rows = make_docs.field_rows(section)
+        assert [row[0].strip("`") for row in rows] == list(section.model_fields)
+        assert all(cell.strip() for row in rows for cell in row), rows
+        if not issubclass(section, StrategySection):
+            assert make_docs.fields(section) in text
+        elif strategy_of(section) in {"auto", "ddp", "fsdp", "single", "zero"}:
+            assert f"| `{strategy_of(section)}` | " in text
+            for name, *cells in rows:
+                found = rf"\| {name} \| [^|]*`{strategy_of(section)}`[^|]* \| "
+                assert name == "`name`" or re.search(found + re.escape(" | ".join(cells)), text)
 
 
 def test_rows_say_type_default_and_meaning() -> None:

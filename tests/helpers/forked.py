@@ -95,13 +95,13 @@ def main(asked: str, told: str, module: str = "", within: str = "") -> None:
 def start(part: RunPart) -> dict[str, Any]:
     """Fork the ranks of one start, and see them to their end."""
     from anygauge.launch.request import read_request
-    from anygauge.launch.run_directory import claim, write_run
+    from anygauge.launch.run_directory import lock_folder, write_run
     from anygauge.util.files import write_text
 
     request = read_request(Path(part.file), list(part.overrides), {}, need_device=True)
     job = request.job
     folder = Path(job.run_directory)
-    with claim(folder):
+    with lock_folder(folder):
         write_run(Path(job.run_file), request.run)
         job_file = folder / "job.json"
         write_text(job_file, job.dump())

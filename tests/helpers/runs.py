@@ -242,7 +242,7 @@ def trained_here(path: Path, **flags: Any) -> Run:
         flags: fields of the run file as the command's options set them.
     """
     from anygauge.launch.request import read_request
-    from anygauge.launch.run_directory import claim, write_run
+    from anygauge.launch.run_directory import lock_folder, write_run
     from anygauge.training.worker import run_rank
     from anygauge.util.events import EventWriter
     from anygauge.util.run_lock import identity_of
@@ -251,7 +251,7 @@ def trained_here(path: Path, **flags: Any) -> Run:
     assert request.run.strategy.name != "zero"
     identity = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
     with mock.patch.dict(os.environ, identity), contextlib.ExitStack() as opened:
-        lock = identity_of(opened.enter_context(claim(Path(request.job.run_directory))))
+        lock = identity_of(opened.enter_context(lock_folder(Path(request.job.run_directory))))
         write_run(Path(request.job.run_file), request.run)
         run_rank(request.job, 0, EventWriter(None), opened, lock)
     return Run(folder=Path(request.job.run_directory), status=0, out="", err="")

@@ -5,12 +5,12 @@ from __future__ import annotations
 from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
 from anygauge.registry import Registry
-from anygauge.training.build_strategy import EIGHT_BIT, FP8, FUSED_ADAMW, PAGED, QUANTIZED
+from anygauge.training.build_strategy import EIGHT_BIT, FP8, FUSED_ADAMW, PAGED_MEMORY, QUANTIZED
 
 
 def test_each_is_asked_for_and_no_other() -> None:
     strategies = (provided.spec for provided in Registry.load().strategies)
     of_strategies = {need for spec in strategies for need in spec.needs}
     of_precision = set(AUTO_ORDER) - {"float32"}
-    of_sections = {*QUANTIZED.values(), PAGED, EIGHT_BIT, FUSED_ADAMW, FP8}
+    of_sections = {*QUANTIZED.values(), PAGED_MEMORY, EIGHT_BIT, FUSED_ADAMW, FP8}
     assert of_strategies | of_precision | of_sections == set(CAPABILITIES)

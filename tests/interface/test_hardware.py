@@ -42,7 +42,7 @@ def test_figures_are_bytes_and_operations_per_second_and_keep_their_source() -> 
 def test_what_is_left_out_is_unknown() -> None:
     (card,) = read_cards('[card.a]\nbackend = "its own"', "a.toml", backend="mine")
     assert (card.memory, card.bandwidth, card.link, card.flops) == (None, None, None, {})
-    assert card.backend == "its own" and not card.asked
+    assert card.backend == "its own" and not card.to_measure
 
 
 def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None:
@@ -56,10 +56,7 @@ def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None
     ("text", "words"),
     [
         ("[card.a", "a.toml: not TOML: "),
-        (
-            '[crad.a]\nmemory = "1 GB"',
-            "unknown key 'crad'; did you mean 'card'? valid keys: card",
-        ),
+        ('[crad.a]\nmemory = "1 GB"', "unknown key 'crad'; did you mean 'card'? valid keys: card"),
         ("card = 3", "a.toml: card is 3; it must be a table"),
         ("[card]\na = 3", "card.a is 3; it must be a table"),
         ("[card.'a b']", "[card.a b]: a name is letters, digits"),

@@ -54,7 +54,7 @@ def test_long_rows_of_one_program_and_of_several(
 ) -> None:
     monkeypatch.setattr(triton_softmax, "PROGRAMS", programs)
     launched = []
-    launch = triton_softmax._long
+    launch = triton_softmax._launch_long_rows
 
     def counted(kernel: Any, *arguments: Any) -> None:
         class Watched:
@@ -64,7 +64,7 @@ def test_long_rows_of_one_program_and_of_several(
 
         launch(Watched(), *arguments)
 
-    monkeypatch.setattr(triton_softmax, "_long", counted)
+    monkeypatch.setattr(triton_softmax, "_launch_long_rows", counted)
     x = torch.randn(3, columns, generator=torch.Generator().manual_seed(columns)) * 4
     x[2, : columns // 2] = -1e30
     mask = torch.ones(3, columns).bool()
@@ -115,11 +115,7 @@ def test_the_loss_is_torchs(
     there = moved(given)
     for skip in (False, True):
         loss = triton_loss.kernel()(
-            **there,
-            softcap=softcap,
-            scale=scale,
-            skip_ignored=skip,
-            chunk_bytes=10 * CLASSES * 4,
+            **there, softcap=softcap, scale=scale, skip_ignored=skip, chunk_bytes=10 * CLASSES * 4
         )
         true = moved(given, lambda value: value.double() if value.is_floating_point() else value)
         wanted = held(true, softcap=softcap, scale=scale)

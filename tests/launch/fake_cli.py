@@ -7,7 +7,7 @@ from pathlib import Path
 
 from anygauge.launch.follow import follow
 from anygauge.launch.local_run import LocalRun
-from anygauge.launch.run_directory import claim
+from anygauge.launch.run_directory import lock_folder
 from tests.helpers.jobs import make_job
 
 FAKE_RANK = str(Path(__file__).with_name("fake_rank.py"))
@@ -21,6 +21,6 @@ def fake_run(script: str, run_directory: str, ranks: int, grace_s: float, lock: 
 
 
 if __name__ == "__main__":
-    with claim(Path(sys.argv[2])) as lock:
+    with lock_folder(Path(sys.argv[2])) as lock:
         running = fake_run(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), lock)
-        sys.exit(follow(running, run_directory=sys.argv[2]))
+        sys.exit(follow(running, run_directory=sys.argv[2]).show(sys.argv[2]))

@@ -86,13 +86,13 @@ class FakeRank(rank_process.RankProcess):
     def _read(self) -> list[tuple[dict[str, Any], bytes]]:
         events, self.written = self.written, []
         for event in events:
-            self._take(event)
+            self._take_event(event)
         return [(event, json.dumps(event).encode() + b"\n") for event in events]
 
     def _sample(self) -> ProcessSample:
         return ProcessSample(self.cpu_s, self.state, exiting=self.ended)
 
-    def _exited(self) -> bool:
+    def _has_exited(self) -> bool:
         return self.ended
 
     def _wait(self, timeout: float | None = None) -> int:
@@ -183,7 +183,7 @@ class Simulation:
         def send(event: str, **fields: Any) -> None:
             self.events[node].append({"event": event, **fields})
 
-        found = types.SimpleNamespace(full=False, shared=False, forward=bytes, send=send)
+        found = types.SimpleNamespace(is_full=False, shared=False, forward=bytes, send=send)
         self.outboxes[node] = found
         return found
 

@@ -31,7 +31,7 @@ def test_a_channel_keeps_what_is_not_taken_yet() -> None:
     one, two = (Channel(each, "other") for each in socket.socketpair())
     for number in range(500):
         one.send("n", number=number, text="x" * 2000)
-    assert one.waiting
+    assert one.unsent_bytes
     found = [next(two.receive())["number"], next(two.receive())["number"]]
     while len(found) < 500:
         found += [message["number"] for message in two.receive()]
@@ -116,8 +116,8 @@ def test_half_characters_become_marks(met: list[Nodes]) -> None:
     coordinator, worker = met
     worker.report(NodeReport(node_rank=1, host="host1", failures=(ending,)))
     coordinator.report(NodeReport(node_rank=0, host="host0"))
-    until(lambda: coordinator.poll() or coordinator.over, "the report")
-    until(lambda: worker.poll() or worker.over, "the outcome")
+    until(lambda: coordinator.poll() or coordinator.has_outcome, "the report")
+    until(lambda: worker.poll() or worker.has_outcome, "the outcome")
     assert coordinator.outcome == worker.outcome
     assert coordinator.outcome == JobOutcome(state="failed", exit_status=1, cause="/a/? \U0001f600")
 
@@ -153,7 +153,7 @@ def test_what_follows_an_outcome_is_for_the_next_attempt(met: list[Nodes]) -> No
     again = {**OUTCOME, "state": "again", "rendezvous": "tcp://host0:2"}
     coordinator._send_all("outcome", **again)
     coordinator._send_all("stop", signum=15)
-    until(lambda: worker.poll() or worker.over, "the outcome")
+    until(lambda: worker.poll() or worker.has_outcome, "the outcome")
     assert worker.poll() == []
     worker.restart()
     assert (worker.rendezvous, worker.poll(), worker.signum) == (
@@ -163,9 +163,9 @@ def test_what_follows_an_outcome_is_for_the_next_attempt(met: list[Nodes]) -> No
 
 def test_workers_send_no_events_while_the_follower_is_stopped() -> None:
     job = Simulation(2, 1)
-    assert not job.agents[1].nodes.full
+    assert not job.agents[1].nodes.is_full
     for full in (True, False):
-        job.outboxes[0].full = full
+        job.outboxes[0].is_full = full
         job.turns(10)
-        assert job.agents[1].nodes.full is full and not job.over
+        assert job.agents[1].nodes.is_full is full and not job.over
     job.close()

@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 
 from anygauge.interface import AnygaugeError
-from anygauge.launch.run_directory import claim
+from anygauge.launch.run_directory import lock_folder
 from tests.helpers.child_processes import alive, as_in_a_terminal, until
 from tests.launch.fakes import FAKE_CLI, read_pid, write_script
 
 
 def is_claimed(folder: Path) -> bool:
     try:
-        with claim(folder):
+        with lock_folder(folder):
             return False
     except AnygaugeError as error:
         assert "a run is writing to" in str(error)
@@ -27,7 +27,7 @@ def is_claimed(folder: Path) -> bool:
 
 
 def test_a_claim_ends_with_its_block_and_another_changes_nothing(tmp_path: Path) -> None:
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         marks = [tmp_path / name for name in ("cancelled", "rendezvous")]
         for mark in marks:
             mark.touch()
@@ -37,11 +37,11 @@ def test_a_claim_ends_with_its_block_and_another_changes_nothing(tmp_path: Path)
 
 
 def test_the_lock_is_its_owners_alone_and_is_not_truncated(tmp_path: Path) -> None:
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         lock = tmp_path / ".lock"
         assert stat.S_IMODE(lock.stat().st_mode) == 0o600
     lock.write_text("kept")
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         assert lock.read_text() == "kept"
 
 
@@ -50,7 +50,7 @@ def test_a_start_removes_what_a_kill_left_of_a_result(tmp_path: Path) -> None:
     for part in (left, other):
         part.mkdir()
         (part / "model.safetensors").write_bytes(b"half")
-    with claim(tmp_path):
+    with lock_folder(tmp_path):
         assert not left.exists() and other.exists()
 
 

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import (
-    Fabric,
-    Job,
-    NetworkInterface,
-    Node,
-    NotAvailableError,
-    RdmaDevice,
-)
+from anygauge.interface import Fabric, Job, NetworkInterface, Node, NotAvailableError, RdmaDevice
 from anygauge.launch.rank_environment import NodeEnvironment, cores_of_ranks, inspect_node
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.backend import HpuBackend
@@ -90,7 +83,7 @@ def test_interfaces_are_distinguished(tmp_path: Path) -> None:
     assert node.loopback is not None
     assert node.main_interface is not None
     assert (node.loopback.name, node.main_interface.name) == ("lo", "enp1")
-    assert [i.name for i in node.outward] == ["enp1", "enp2", "ib0", "docker0"]
+    assert [i.name for i in node.external_interfaces] == ["enp1", "enp2", "ib0", "docker0"]
 
 
 def test_rdma_devices(tmp_path: Path) -> None:

@@ -21,8 +21,8 @@ from anygauge.interface import STOPPED, JobState
 from anygauge.launch.follow import Signals, follow
 from anygauge.launch.view import View, evaluation_line, step_line, summary_lines
 from anygauge.util.console import Console
-from anygauge.util.text import size
-from tests.helpers.child_processes import PATIENCE_S, alive, as_in_a_terminal, until
+from anygauge.util.text import format_bytes
+from tests.helpers.child_processes import PATIENCE_S, alive, begin, until
 from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 
 STEP = {
@@ -58,19 +58,15 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any],
-    terminal: bool = False,
-    width: int = 120,
-    **options: Any,
+    *events: Mapping[str, Any], terminal: bool = False, width: int = 120, **options: Any
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     found = follow(
         Played(*events),
         run_directory="/runs/one",
         console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
-        errors=Console(file=err, width=40, color_system=None),
         **options,
-    )
+    ).show("/runs/one", Console(file=err, width=40, color_system=None))
     return found, out.getvalue(), err.getvalue()
 
 
@@ -85,11 +81,12 @@ EVALUATED = {"name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
         (step_line, {"step": 1, "loss": 1.0, "mfu": 0.412}, "step 1  loss 1.0000  mfu 41.2%"),
         (step_line, {"step": 1, "loss": 1.0, "mfu": None}, "step 1  loss 1.0000"),
         (evaluation_line, EVALUATED, "eval at step 5  loss 2.0000  perplexity 7.39"),
-        (size, 0, "0 B"),
-        (size, 1023, "1023 B"),
-        (size, 1536, "1.5 KiB"),
-        (size, 3 * 2**20, "3.0 MiB"),
-        (size, 2**40, "1.0 TiB"),
+        (evaluation_line, {"name": "eval/de", "eval_loss": 2.0}, "eval/de  loss 2.0000"),
+        (format_bytes, 0, "0 B"),
+        (format_bytes, 1023, "1023 B"),
+        (format_bytes, 1536, "1.5 KiB"),
+        (format_bytes, 3 * 2**20, "3.0 MiB"),
+        (format_bytes, 2**40, "1.0 TiB"),
         (summary_lines, None, []),
     ],
 )
@@ -199,16 +196,23 @@ def test_a_stream_without_an_end_means_that_the_agent_died() -> None:
     status, _, err = play(STEP)
     assert status == 1
     assert "agent died" in err
-    assert "/runs/one/logs/agent0.log" in err
+    assert "see /runs/one/logs/agent0.log" in err
 
 
-def test_an_error_of_the_launcher_is_not_swallowed() -> None:
+def test_an_error_of_the_launcher_is_not_swallowed_and_ends_the_job() -> None:
     class Broken(Played):
+        cancelled = 0
+
         def events(self) -> Iterator[Mapping[str, Any]]:
             raise LookupError("gone")
 
+        def cancel(self) -> None:
+            self.cancelled += 1
+
+    broken = Broken()
     with pytest.raises(LookupError, match="gone"):
-        follow(Broken(), run_directory="/runs/one", console=Console(file=io.StringIO()))
+        follow(broken, run_directory="/runs/one", console=Console(file=io.StringIO()))
+    assert broken.cancelled == 1
 
 
 class Signalled(Played):
@@ -274,8 +278,7 @@ def test_a_job_elsewhere_is_left_or_cancelled(
             running,
             run_directory="/runs/one",
             console=Console(file=out, width=120),
-            errors=Console(file=io.StringIO()),
-        )
+        ).status
         os.close(writer)
     assert (found, running.cancelled) == (status, cancelled)
     assert ("d to detach" in capsys.readouterr().out) is (answer is not None)
@@ -304,13 +307,8 @@ def test_a_signal_answers_the_question_before_a_line_does(monkeypatch: pytest.Mo
 
 def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:
     script = write_script(folder, ranks)
-    return subprocess.Popen(
-        [sys.executable, FAKE_CLI, script, folder / "a run", str(len(ranks)), grace],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=as_in_a_terminal,
-    )
+    program = (sys.executable, FAKE_CLI, script)
+    return begin(folder / "a run", len(ranks), grace, program=program)
 
 
 def test_a_terminal_that_takes_no_text_stops_nobody(tmp_path: Path) -> None:
@@ -353,8 +351,9 @@ def test_ctrl_c_promises_what_comes(
 ) -> None:
     out, err = io.StringIO(), io.StringIO()
     running = Signalled(signal.SIGINT, out, *filter(None, [reported]), times=times)
-    consoles = {"console": Console(file=out, width=120), "errors": Console(file=err, width=120)}
-    assert follow(running, run_directory="/runs/one", **consoles) == 130
+    ending = follow(running, run_directory="/runs/one", console=Console(file=out, width=120))
+    assert ending.show("/runs/one", Console(file=err, width=120)) == 130
+    assert ending.signals[0] == signal.SIGINT
     assert running.cancelled == 1
     shown = out.getvalue()
     assert promised in shown and "killing" not in shown and shown.count("Ctrl-C again to kill") == 1

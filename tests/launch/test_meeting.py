@@ -16,7 +16,7 @@ from typing import IO, Any
 import pytest
 
 from anygauge.interface import AnygaugeError, Job
-from anygauge.launch.channel import LONGEST_OF_UNKNOWN, UNPROVEN, proof_of
+from anygauge.launch.channel import MAX_UNPROVEN_BYTES, UNPROVEN, proof_of
 from anygauge.launch.hello import Hello
 from anygauge.launch.listener import MOST_UNKNOWN, Listener
 from anygauge.launch.meeting import meet
@@ -77,12 +77,12 @@ def greeting(number: Any = "0" * 32) -> bytes:
 
 
 def deep(port: int) -> None:
-    sent(port, framed(b"[" * LONGEST_OF_UNKNOWN))
+    sent(port, framed(b"[" * MAX_UNPROVEN_BYTES))
     sent(port, framed(b'{"kind":' * 5_000))
 
 
 def without_end(port: int) -> None:
-    sent(port, struct.pack("!I", LONGEST_OF_UNKNOWN + 1))
+    sent(port, struct.pack("!I", MAX_UNPROVEN_BYTES + 1))
     for _ in range(12):
         sent(port, *([b"x" * 2**20] * 15))
 
@@ -233,9 +233,9 @@ def test_where_the_coordinator_listens(
 def test_nobody_stays_unknown_for_long(monkeypatch: pytest.MonkeyPatch) -> None:
     with Listener("127.0.0.1", port := free_port(), TOKEN, 2) as listener, connected(port) as slow:
         slow.sendall(greeting()[:10])
-        until(lambda: listener.joined(0.05) == [] and len(listener._unknown) == 1, "the connection")
+        until(lambda: listener.poll(0.05) == [] and len(listener._unknown) == 1, "the connection")
         monkeypatch.setattr("anygauge.launch.listener.UNKNOWN_S", -1.0)
-        assert listener.joined(0) == [] and not listener._unknown
+        assert listener.poll(0) == [] and not listener._unknown
         assert ends(slow)
 
 

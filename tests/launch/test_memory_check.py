@@ -223,7 +223,7 @@ def auto(folder: Path, monkeypatch: pytest.MonkeyPatch, **changes: Any) -> Path:
 def test_auto_becomes_the_first_that_fits_and_says_why(
     tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL_PART", 0.0)
     planner.found = {"ddp": takes(4096 * MIB), "fsdp": AnygaugeError("no\nway")}
     planner.found |= {"zero": takes(2048 * MIB)}
     request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
@@ -244,7 +244,7 @@ def test_auto_that_fits_nowhere_is_refused_with_what_needs_least(
 ) -> None:
     offloaded = "fsdp with offload: both"
     planner.found = {name: takes(7 * 2**30) for name in NAMES} | {offloaded: takes(6 * 2**30)}
-    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL_PART", 0.0)
     with pytest.raises(RunFileError, match=f"cannot fit, with strategy {offloaded}, which needs"):
         expected(auto(tmp_path, monkeypatch))
 
@@ -272,7 +272,7 @@ def test_auto_tries_what_the_run_can_have(tmp_path: Path, monkeypatch: pytest.Mo
 def test_auto_that_fits_whole_is_checked_once(
     tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL_PART", 0.0)
     request = read_request(auto(tmp_path, monkeypatch), [], {}, need_device=False)
     chosen, _, found = prepare_run(request)
     assert found.strategy == "ddp" and len(planner.requests) == 1
@@ -306,7 +306,7 @@ def test_auto_of_a_small_run_starts_no_process(tmp_path: Path, planner: StandIn)
 def test_the_ranks_decide_where_the_command_cannot(
     tmp_path: Path, planner: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_memory, "SMALL", 0.0)
+    monkeypatch.setattr(launch_memory, "SMALL_PART", 0.0)
     path = auto(tmp_path, monkeypatch)
     request = read_request(path, [], {"backend": "hpu"}, need_device=False)
     assert request.run.strategy.name == "auto" and request.job.strategy_why == UNDECIDED
@@ -328,7 +328,7 @@ def test_the_ranks_decide_where_the_command_cannot(
 def test_a_rendered_plan_takes_nothing_for_granted(
     small: float, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch_memory, "SMALL", small)
+    monkeypatch.setattr(launch_memory, "SMALL_PART", small)
     path = run_file(tmp_path, launch={"devices": 2})
     assert command(["launch", str(path), "--render", str(tmp_path / "plan")]) == 0
     assert json.loads((tmp_path / "plan/run.json").read_text())["strategy"]["name"] == name

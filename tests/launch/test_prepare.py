@@ -237,7 +237,7 @@ def test_a_busy_processor_is_no_silence(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(prepare_call, "time", SimpleNamespace(monotonic=lambda: next(clock)))
     samples = iter([(5.0, "R"), (5.1, "R"), (6.1, "R"), (6.1, "S"), (6.1, "S")])
     monkeypatch.setattr(prepare_call, "sample_process", lambda pid: ProcessSample(*next(samples)))
-    silence = prepare_call._Silence(1)
+    silence = prepare_call._SilenceClock(1)
     found = [silence.seconds() for _ in range(4)]
     assert found == pytest.approx([0.1, 1.1, 2.1, 2.1 + prepare_call._FROZEN_S])
 

@@ -13,8 +13,8 @@ from anygauge.interface import ATTEMPTS, AnygaugeError, Job
 from anygauge.launch.request import read_request
 from anygauge.launch.run_directory import (
     choose_run_directory,
-    claim,
     clear_for_start,
+    lock_folder,
     logs_of,
     remove_unaccepted,
     took_no_step,
@@ -51,7 +51,7 @@ def test_a_start_without_a_step_is_used_again(tmp_path: Path) -> None:
     for resume in (False, True):
         assert choose_run_directory(folder, resume=resume) == folder
     assert (folder / "logs/rank0.log").exists(), "looking removes nothing"
-    with claim(folder):
+    with lock_folder(folder):
         clear_for_start(folder)
         assert [path.name for path in folder.iterdir()] == [".lock"]
 
@@ -78,7 +78,7 @@ def test_a_folder_that_may_hold_more_is_left(more: str, tmp_path: Path) -> None:
     before = sorted(folder.rglob("*"))
     assert not took_no_step(folder)
     assert choose_run_directory(folder, resume=False) == tmp_path / "my-run-2"
-    with claim(folder), pytest.raises(AnygaugeError, match="taken by another run"):
+    with lock_folder(folder), pytest.raises(AnygaugeError, match="taken by another run"):
         clear_for_start(folder)
     (folder / "rendezvous").touch()  # which the claim takes away
     assert sorted(folder.rglob("*")) == before
@@ -86,7 +86,7 @@ def test_a_folder_that_may_hold_more_is_left(more: str, tmp_path: Path) -> None:
 
 def test_a_run_that_is_starting_keeps_its_name(tmp_path: Path) -> None:
     folder = failed_start(tmp_path / "my-run")
-    with claim(folder):
+    with lock_folder(folder):
         assert choose_run_directory(folder, resume=False) == tmp_path / "my-run-2"
         assert took_no_step(folder, locked=True)
     assert choose_run_directory(folder, resume=False) == folder
@@ -189,7 +189,7 @@ def test_a_submission_to_slurm_replaces_nothing_that_ranks_have_not_accepted(
     (programs / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
     job = resuming_job(folder)
-    with claim(folder):
+    with lock_folder(folder):
         clear_for_start(folder, job)
         before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
         launcher = Registry.load().launcher("slurm")()

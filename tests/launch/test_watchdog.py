@@ -29,7 +29,7 @@ def watched(
     """One of a rank that reports at the start, and is looked at once a second."""
     one = Watchdog(100.0, 0.0)
     for event in reports:
-        one.reported(event)
+        one.take_event(event)
     for second in range(1, seconds + 1):
         one.poll(float(second), sample(second), excused=excused)
     return one
@@ -61,12 +61,12 @@ def test_how_long_a_rank_has_been_idle(
 ) -> None:
     one = watched(85, sample, *reports, excused=excused)
     assert one.idle_s == pytest.approx(idle_s, abs=0 if idle_s != 10 else 10)
-    assert one.describe().startswith(said) and one.suspicious is (";" in said)
+    assert one.describe().startswith(said) and one.is_suspicious is (";" in said)
 
 
 def test_a_report_ends_the_silence_and_no_silence_of_the_supervisor_counts() -> None:
     one = watched(90, lambda second: WAITS, DOING)
-    one.reported({"event": "step"})
+    one.take_event({"event": "step"})
     one.poll(91.0, WAITS)
     assert (one.idle_s, one.describe()) == (1.0, "step 7, update")
     one.poll(10_000.0, WAITS)  # the supervisor itself was stopped meanwhile

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from anygauge.interface import AnygaugeError, Plan, PlannedFile, PlannedProcess
-from anygauge.launch.run_directory import claim
+from anygauge.launch.run_directory import lock_folder
 from anygauge_launchers.remote_job import RemoteJob
 
 TIMEOUT_S = 60
@@ -25,10 +25,10 @@ os.closerange(3, 1000)
 COMMAND = """\
 import sys, time
 from pathlib import Path
-from anygauge.launch.run_directory import claim
+from anygauge.launch.run_directory import lock_folder
 from tests.launchers.test_folder_lock import plan, started
 folder = Path(sys.argv[1])
-with claim(folder) as lock:
+with lock_folder(folder) as lock:
     job = started(plan(folder, "open(sys.argv[1]).read()", str(folder / "told"), lock))
     print(job._connections[0]._process.pid, flush=True)
     time.sleep(600)
@@ -60,7 +60,7 @@ def test_after_a_kill_the_folder_is_kept_until_the_connection_has_ended(tmp_path
     try:
         command.send_signal(signal.SIGKILL)
         command.wait(TIMEOUT_S)
-        with pytest.raises(AnygaugeError, match="a run is writing to"), claim(folder):
+        with pytest.raises(AnygaugeError, match="a run is writing to"), lock_folder(folder):
             pass
     finally:
         signal.pidfd_send_signal(connection, signal.SIGKILL)
@@ -69,12 +69,12 @@ def test_after_a_kill_the_folder_is_kept_until_the_connection_has_ended(tmp_path
     # The process that holds the lock ends soon after: this claim waits for that.
     waiting = ["flock", "--timeout", str(TIMEOUT_S), str(folder / ".lock"), "true"]
     assert subprocess.run(waiting, timeout=2 * TIMEOUT_S, check=False).returncode == 0
-    with claim(folder):
+    with lock_folder(folder):
         pass
 
 
 def test_a_job_that_has_ended_leaves_the_folder_free(tmp_path: Path) -> None:
     for _ in range(2):
-        with claim(tmp_path) as lock:
+        with lock_folder(tmp_path) as lock:
             job = started(plan(tmp_path, "", "", lock))
             assert [event["state"] for event in job.events()] == ["failed"]

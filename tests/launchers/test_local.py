@@ -13,7 +13,7 @@ import pytest
 
 from anygauge.interface import AnygaugeError, Job, Plan, RunFileError
 from anygauge.launch.local_run import LOG, LocalRun
-from anygauge.launch.run_directory import claim
+from anygauge.launch.run_directory import lock_folder
 from anygauge.util.processes import REPEATED_SIGNAL_S
 from tests.helpers.child_processes import alive, until
 from tests.helpers.jobs import make_job
@@ -56,11 +56,11 @@ def test_there_is_nothing_to_write_and_nothing_to_submit(folder: Path) -> None:
 
 
 def test_a_job_runs_where_paths_have_spaces(folder: Path, start: Start) -> None:
-    with claim(folder / "run") as lock:
+    with lock_folder(folder / "run") as lock:
         running = start(lock, sends("step", step=1), FINISHED)
         events = [event["event"] for event in running.events()]
         assert events == ["step", "finished", "rank_exited", "ended"]
-        assert running.wait() == 0 and running.state().over
+        assert running.wait() == 0 and running.state().has_ended
     home = folder / "run"
     assert Job.load(home / "job.json").run_directory == str(home)
     assert json.loads((home / "ranks" / "rank0.json").read_text())["state"] == "ok"
@@ -71,20 +71,20 @@ def test_a_job_runs_where_paths_have_spaces(folder: Path, start: Start) -> None:
 def test_a_folder_that_was_moved_before_the_ranks_started_is_told(
     folder: Path, start: Start
 ) -> None:
-    with claim(folder / "run") as lock:
+    with lock_folder(folder / "run") as lock:
         (folder / "run").rename(folder / "moved")
-        with claim(folder / "run"):  # a start of the same name
+        with lock_folder(folder / "run"):  # a start of the same name
             (ended,) = start(lock, FINISHED).events()
     assert ended["state"] == "failed" and "another run was started under its name" in ended["cause"]
 
 
 def test_a_run_that_is_asked_twice_kills_its_ranks(folder: Path, start: Start) -> None:
-    with claim(folder / "run") as lock:
+    with lock_folder(folder / "run") as lock:
         running = start(lock, ["ignore", 15], ["touch", "up"], FOREVER)
         until((folder / "up").exists, "the rank")
         running.cancel()
         time.sleep(2 * REPEATED_SIGNAL_S)
-        assert not running.state().over, "the rank is deaf, and its grace time long"
+        assert not running.state().has_ended, "the rank is deaf, and its grace time long"
         running.cancel()
         (*_, ended) = running.events()
     assert ended["state"] == "cancelled" and running.wait() == 128 + 15
@@ -92,7 +92,7 @@ def test_a_run_that_is_asked_twice_kills_its_ranks(folder: Path, start: Start) -
 
 
 def test_a_folder_that_cannot_be_written_is_said(folder: Path, start: Start) -> None:
-    with claim(folder / "run") as lock:
+    with lock_folder(folder / "run") as lock:
         (folder / "run" / "logs").write_text("a file, not a folder")
         with pytest.raises(AnygaugeError, match="cannot start the run in"):
             start(lock)

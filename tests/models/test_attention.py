@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from packaging.version import Version
 from torch import Tensor
 
 from anygauge import open_backend
@@ -41,7 +42,9 @@ WITH_WINDOWS = {
               "max_window_layers": 1},
     "cohere2": {"sliding_window": 7, "sliding_window_pattern": 2},
 }  # fmt: skip
-OUTSIDE = ("gptj", "bloom", "falcon", "mpt")
+OUTSIDE = ("bloom", "falcon", "mpt")
+if Version(version("transformers")) < Version("5.24"):
+    OUTSIDE = ("gptj", *OUTSIDE)
 """Architectures that compute attention themselves."""
 CASES = {
     **{name: fields for name, fields in MODELS.items() if name not in OUTSIDE},

@@ -47,7 +47,7 @@ def test_logits_are_those_of_transformers_own_loading(family: str, tmp_path: Pat
 def test_what_is_saved_has_the_published_form(family: str, tmp_path: Path) -> None:
     folder = saved(family, tmp_path)
     made = model_factory(folder)
-    state = made.published(dict(on_host(made).named_parameters()), torch.float32)
+    state = made.export(dict(on_host(made).named_parameters()), torch.float32)
     files = load_file(folder / "model.safetensors")
     assert state.keys() == files.keys()
     assert all(torch.equal(state[name], value) for name, value in files.items())
@@ -58,9 +58,7 @@ def test_a_model_with_new_weights_is_published_in_the_usual_form(tmp_path: Path)
     files = load_file(saved("mixtral", tmp_path) / "model.safetensors")
     config = {"model_type": "mixtral", **SIZES, **FAMILIES["mixtral"]}
     made = model_factory(config)
-    assert (
-        made.published(dict(on_host(made).named_parameters()), torch.float32).keys() == files.keys()
-    )
+    assert made.export(dict(on_host(made).named_parameters()), torch.float32).keys() == files.keys()
 
 
 def test_files_in_the_models_own_form_are_read_too(tmp_path: Path) -> None:
@@ -83,7 +81,7 @@ def test_formats_of_few_bits_become_plain_numbers(
     made = model_factory(folder)
     model = on_host(made).eval()
     check_equal_logits(model, folder)
-    assert made.published(dict(model.named_parameters()), torch.float32).keys() == plain
+    assert made.export(dict(model.named_parameters()), torch.float32).keys() == plain
     assert not hasattr(made.config, "quantization_config"), "what is saved is plain"
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from xml.etree import ElementTree
 
-from anygauge.models.curve import LEFT, MOST, RIGHT, WIDTH, loss_curve
+from anygauge.models.curve import LEFT, MAX_POINTS, RIGHT, WIDTH, loss_curve
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -21,7 +21,7 @@ def test_lines_go_from_the_first_step_to_the_last_and_down_with_the_loss() -> No
         [tuple(map(float, pair.split(","))) for pair in line.attrib["points"].split()]
         for line in lines
     ]
-    assert [len(line) for line in points] == [MOST, 2]
+    assert [len(line) for line in points] == [MAX_POINTS, 2]
     assert points[1][0][0] == LEFT and points[1][1][0] == points[0][-1][0] == WIDTH - RIGHT
     assert points[0][0][1] < points[0][-1][1]  # y goes down
     texts = [text.text for text in picture.findall(f"{SVG}text")]

@@ -80,7 +80,7 @@ def batch() -> dict[str, torch.Tensor]:
 def fused(model: Any) -> Any:
     rule, served = logits_rule(model)
     assert served, served
-    return_loss(model, rule.bound(linear_cross_entropy))
+    return_loss(model, rule.bind(linear_cross_entropy))
     return model
 
 
@@ -133,7 +133,7 @@ def test_rows_that_the_host_knows_are_not_asked_for(
 ) -> None:
     model = build("llama", tie_word_embeddings=tied)
     rule, _ = logits_rule(model)
-    return_loss(model, functools.partial(rule.bound(linear_cross_entropy), skip_ignored=True))
+    return_loss(model, functools.partial(rule.bind(linear_cross_entropy), skip_ignored=True))
 
     def computed(*, stated: bool) -> list[torch.Tensor]:
         model.zero_grad()

@@ -19,7 +19,7 @@ import pytest
 from anygauge.config.schema import ModelSection
 from anygauge.interface import ModelError
 from anygauge.models.hub import (
-    Fetched,
+    FetchResult,
     HubUnreachableError,
     copy_of,
     download_requests,
@@ -80,7 +80,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
     assert hub.strangers == []
 
 
-def want(hub: Hub, *parts: Mapping[str, bytes], **changes: Any) -> Fetched:
+def want(hub: Hub, *parts: Mapping[str, bytes], **changes: Any) -> FetchResult:
     """Put a model there, if parts of one are given, and fetch what a run needs of it."""
     if parts:
         hub.repositories[NAME] = Repository(files={k: v for p in parts for k, v in p.items()})
@@ -320,7 +320,7 @@ def test_a_hub_that_is_not_there_or_switched_off(
     found = want(hub, SMALL, SHARDS)
     use_hub(monkeypatch, there_is_none, tmp_path)
     logged: list[str] = []
-    assert want(hub, log=logged.append) == Fetched(folder=found.folder)
+    assert want(hub, log=logged.append) == FetchResult(folder=found.folder)
     (line,) = logged
     assert line.startswith(f"the hub ({nobody}) cannot be reached: [Errno 111] Connection refused:")
     assert f"using the copy of {NAME} on this machine, {found.folder}" in line

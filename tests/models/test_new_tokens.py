@@ -20,7 +20,7 @@ from anygauge.models.model_files import LazyTensor
 from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from anygauge.models.verify import probe_tokens, relative_difference
-from anygauge.models.vocabulary import Enlarged, NewTokens, new_tokens, start_rows
+from anygauge.models.vocabulary import EnlargedValue, NewTokens, new_tokens, start_rows
 from tests.helpers.runs import check_here, run_file, save_tiny, trained_here
 from tests.helpers.tiny_tokenizer import VOCABULARY
 
@@ -219,7 +219,7 @@ def test_parts_of_an_enlarged_value() -> None:
     for first in (4, 6, 2):
         whole = torch.cat([old, old.new_zeros(max(first + 3 - 6, 0), 2)])
         whole[first : first + 3] = -1
-        value = Enlarged(LazyTensor(old, (6, 2), old.dtype), new, first)
+        value = EnlargedValue(LazyTensor(old, (6, 2), old.dtype), new, first)
         assert value.shape == tuple(whole.shape)
         assert torch.equal(value.read((...,)), whole) and value.read((...,)).dtype == old.dtype
         for start in range(len(whole)):
@@ -261,11 +261,7 @@ def test_a_file_of_tokens(one_model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_refused_before_ranks_start(
-    one_model: Path,
-    tmp_path: Path,
-    changes: Any,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    one_model: Path, tmp_path: Path, changes: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_here(monkeypatch)
     devices = {"launch": {"devices": 2}} if "strategy" in changes else {}

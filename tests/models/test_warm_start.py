@@ -191,7 +191,7 @@ def test_the_path_is_relative_to_the_run_file_and_survives_the_resolved_one(
     again = load_run_file(resolved)
     assert again == loaded
     assert again.adapter is not None
-    assert again.adapter.given == frozenset(), "defaults are not written as if they were given"
+    assert again.adapter.own_fields == frozenset(), "defaults are not written as if they were given"
 
 
 RSLORA = {"rslora": True, "alpha": 16, "groups": [{"targets": ["up_proj"], "r": 2, "alpha": 6}]}

@@ -24,10 +24,7 @@ from tests.helpers.runs import TINY
 
 
 def factory(
-    seed: int = 0,
-    name: Path | None = None,
-    adapter: dict[str, Any] | None = None,
-    **changes: Any,
+    seed: int = 0, name: Path | None = None, adapter: dict[str, Any] | None = None, **changes: Any
 ) -> CausalModelFactory:
     section = (
         ModelSection(config={**TINY, **changes}, tokenizer="none")
@@ -196,8 +193,8 @@ def test_a_number_by_itself_is_read_too(tmp_path: Path) -> None:
     save_file({"one": torch.tensor(3.0), "two": torch.arange(6.0)}, tmp_path / "model.safetensors")
     files = WeightFiles(tmp_path)
     assert files.read("one").item() == 3.0
-    assert files.lazily("two").read((slice(2, 4),)).tolist() == [2.0, 3.0]
-    assert files.lazily("two").shape == (6,)
+    assert files.lazy_tensor("two").read((slice(2, 4),)).tolist() == [2.0, 3.0]
+    assert files.lazy_tensor("two").shape == (6,)
 
 
 def test_the_adapter_is_real_and_drawn_as_ever_and_the_base_is_on_meta() -> None:

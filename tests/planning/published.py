@@ -83,7 +83,7 @@ class Published:
     @property
     def memory_error(self) -> float:
         """Needed over published memory, less one."""
-        return self.fit.needed / GIB / self.memory - 1
+        return self.fit.needs / GIB / self.memory - 1
 
 
 _FILE = yaml.safe_load((Path(__file__).parent / "published.yaml").read_text(encoding="utf-8"))
@@ -126,7 +126,7 @@ def fitted() -> dict[str, float]:
 
     Not their squares: runs that no model of time explains would decide.
     """
-    constants = ("COPIED", "SENT", "ISSUE", "OVERLAP")
+    constants = ("COPY_SHARE", "SEND_SHARE", "ISSUE_S", "OVERLAP")
 
     def loss() -> float:
         return sum(abs(math.log1p(one.time_error)) for one in FITTED)
@@ -136,7 +136,7 @@ def fitted() -> dict[str, float]:
         before = best
         for name, factor in product(constants, (step, 1 / step)):
             value = getattr(times, name)
-            if name == "ISSUE" or value * factor <= 1:
+            if name == "ISSUE_S" or value * factor <= 1:
                 setattr(times, name, value * factor)
             if loss() < best - 1e-9:
                 best = loss()
@@ -155,7 +155,7 @@ def main() -> None:
     for one in RUNS.values():
         if one.fits is not None:
             known = (f"{one.memory:.1f}", f"{one.memory_error:+.0%}") if one.memory else ("", "")
-            held = f"{one.fit.needed / GIB:.1f} | {one.fit.memory / GIB:.1f}"
+            held = f"{one.fit.needs / GIB:.1f} | {one.fit.memory / GIB:.1f}"
             print(f"| `{one.name}` | {known[0]} | {held} | {known[1]} |", flush=True)
     print("\n| run | published | planned | error | |\n|---|---:|---:|---:|---|")
     for one in _TIMED:

@@ -202,7 +202,7 @@ def test_faster_ways_come_first(plan: Command) -> None:
 
 
 def test_times_in_words() -> None:
-    found = [lines.seconds(value) for value in (0.0123, 1.5, 600, 90_000)]
+    found = [lines.format_time(value) for value in (0.0123, 1.5, 600, 90_000)]
     assert found == ["12.3 ms", "1.50 s", "10.0 min", "25.0 h"]
 
 

@@ -12,7 +12,7 @@ import torch
 
 from anygauge.interface import Card
 from anygauge.models.factory import CausalModelFactory
-from anygauge.planning.fit import CONNECTED, PROCESS, RESERVED, SLACK, Fit, fit, most_bytes, on_disk
+from anygauge.planning.fit import BUFFERS, PROCESS, RESERVED, SLACK, Fit, fit, most_bytes, on_disk
 from anygauge.planning.machines import Machine
 from tests.helpers.runs import TINY
 from tests.planning.standins import memory, run
@@ -35,14 +35,14 @@ def held(step: int, card: Card = CARD, ranks: int = 8, host: int | None = None, 
 def test_slack_context_and_collectives_come_on_top() -> None:
     found = held(STEP)
     assert (found.phase, found.tensors) == ("backward", STEP)
-    assert found.needed == STEP + round(SLACK * STEP) + GIB + CONNECTED
-    assert found.left == 40 * GIB - found.needed == found.margin
-    assert found.fits and found.phases["backward"] == found.needed
-    assert found.phases["load"] == STEP // 4 + round(SLACK * STEP / 4) + GIB + CONNECTED
+    assert found.needs == STEP + round(SLACK * STEP) + GIB + BUFFERS
+    assert found.free == 40 * GIB - found.needs == found.margin
+    assert found.fits and found.phases["backward"] == found.needs
+    assert found.phases["load"] == STEP // 4 + round(SLACK * STEP / 4) + GIB + BUFFERS
     assert held(STEP, Card(name="square", memory=40 * GIB), 1).fixed == RESERVED
     lacks = held(80 * GIB, ranks=1)
-    assert not lacks.fits and lacks.margin == lacks.left
-    assert lacks.lacking == {"memory": lacks.needed - 40 * GIB}
+    assert not lacks.fits and lacks.margin == lacks.free
+    assert lacks.shortages == {"memory": lacks.needs - 40 * GIB}
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_slack_context_and_collectives_come_on_top() -> None:
 )
 def test_ranks_share_the_host(has: int | None, lacking: dict[str, int]) -> None:
     found = held(STEP, host=10 * GIB, machine=replace(BOX, host_memory=has))
-    assert found.left > 0 and found.lacking == lacking and found.fits == (not lacking)
+    assert found.free > 0 and found.shortages == lacking and found.fits == (not lacking)
     assert found.shared == {"host memory": (SHARED, has)}
     assert (found.margin == -1) == bool(lacking)
 
@@ -67,7 +67,7 @@ def test_an_optimizer_on_a_disk() -> None:
     assert on_disk(run(), memory(STEP), 8) == 0
     each = on_disk(run(strategy=nvme), memory(STEP), 8)
     assert each == 100 * (4 + 4 + 8) / 8, "masters, gradients and two moments of a part"
-    assert held(STEP, machine=replace(BOX, disk=8 * each - 1), disk=each).lacking == {"disk": 1}
+    assert held(STEP, machine=replace(BOX, disk=8 * each - 1), disk=each).shortages == {"disk": 1}
     moved = held(STEP, ranks=1, host=10 * GIB, machine=BOX, disk=10 * GIB)
     assert moved.shared == {"host memory": (PROCESS, None), "disk": (10 * GIB, None)}
 

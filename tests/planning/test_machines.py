@@ -140,7 +140,7 @@ def test_a_figure_may_be_left_to_the_machine_at_hand(mine: Here) -> None:
     mine.plugin("broken", asked.format("there"), says=lambda: 1 / 0)
     hardware = mine.load()
     (listed,) = [card for card in hardware.cards if card.name == "here"]
-    assert (listed.memory, listed.asked, listed.shared_memory) == (None, ("memory",), True)
+    assert (listed.memory, listed.to_measure, listed.shared_memory) == (None, ("memory",), True)
     card = hardware.card(hardware.machine("here:2").card)
     assert (card.memory, card.link, hardware.card("quiet").memory) == (12345, None, None)
     failed = "card 'there' of cards.toml of dist-broken 1.0: .*ZeroDivisionError"

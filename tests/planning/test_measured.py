@@ -49,7 +49,7 @@ def compared(folder: Path) -> dict[str, tuple[int, int]]:
         memory = json.loads((done.folder / "report.json").read_text())["memory"]
         assert memory["counted"] == "allocator"
         plan = planned(load_run_file(file, [], {}), "sim")
-        found[name] = plan.worst[1].total, max(memory["measured"].values())
+        found[name] = plan.worst_phase[1].total, max(memory["measured"].values())
     return found
 
 

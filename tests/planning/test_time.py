@@ -13,7 +13,7 @@ from anygauge.interface import Card, Rates
 from anygauge.planning import time as times
 from anygauge.planning.forecast import Traffic, Work
 from anygauge.planning.machines import Machine
-from anygauge.planning.time import Duration, UnknownRateError, duration
+from anygauge.planning.time import Duration, UnknownRateError, step_duration
 
 TABLES = yaml.safe_load((Path(__file__).parent / "time.yaml").read_text(encoding="utf-8"))
 FLOPS = {"bfloat16": 100e12, "float32": 10e12}
@@ -24,7 +24,7 @@ WORK = Work(flops={"bfloat16": 72e12}, other_bytes=0.8e12)
 MEASURED = replace(CARD, matmul={"bfloat16": 40e12}, copy=0.4e12, exchange=10e9, issue=1.0)
 HOST = replace(MEASURED, shared_memory=True, issue=1e-6)
 CARDS = {"CARD": CARD, "MEASURED": MEASURED, "HOST": HOST}
-MULTIPLYING, MOVING = 72 / (100 * times.REACHED), 0.8 / times.COPIED
+MULTIPLYING, MOVING = 72 / (100 * times.MATMUL_SHARE), 0.8 / times.COPY_SHARE
 ALONE = MULTIPLYING + MOVING
 NAMES = {**vars(times), "MULTIPLYING": MULTIPLYING, "MOVING": MOVING, "ALONE": ALONE}
 
@@ -36,7 +36,7 @@ def took(case: dict[str, Any]) -> Duration:
         usual = {"group": (0, 1), "waited": False, "times": 0, "bytes": 0}
         work["traffic"] = (Traffic(operation="all_gather", **{**usual, **case["traffic"]}),)
     machine = case.get("machine")
-    return duration(
+    return step_duration(
         replace(WORK, **work),
         replace(CARDS[case.get("card", "CARD")], **case.get("over", {})),
         ranks,

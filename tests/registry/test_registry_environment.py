@@ -94,7 +94,7 @@ def test_none_removes_a_variable_unless_the_user_set_it(load):
     backend = backend_with(setting("A", None), setting("B", "1"))
     resolved = resolve(load(), backend, job(B="2"))
     assert apply_settings(resolved, {"A": "inherited", "C": "3"}) == {"B": "2", "C": "3"}
-    assert resolved[0].shown(resolved[0].value) == "(removed)"
+    assert resolved[0].display(resolved[0].value) == "(removed)"
     kept = resolve(load(), backend, A="")
     assert apply_settings(kept, {})["A"] == ""
 
@@ -122,8 +122,8 @@ def test_what_the_run_file_sets_is_hidden_also_where_another_wins(load):
 def test_secrets_are_not_shown(load):
     backend = backend_with(setting("PLAIN", "hush", secret=True), setting("HF_TOKEN", "old"))
     plain, token = resolve(load(), backend, PLAIN="hash", HF_TOKEN="new")
-    assert (plain.shown(plain.value), token.shown(token.value)) == ("(hidden)", "(hidden)")
-    assert [(o, plain.shown(v)) for o, v in plain.overruled] == [("backend", "(hidden)")]
+    assert (plain.display(plain.value), token.display(token.value)) == ("(hidden)", "(hidden)")
+    assert [(o, plain.display(v)) for o, v in plain.overruled] == [("backend", "(hidden)")]
     assert token.value == "new"
 
 

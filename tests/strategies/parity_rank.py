@@ -206,7 +206,7 @@ def fused_kernels(bare: CausalModelFactory) -> ModelKernels:
     rule, served = logits_rule(looked_at.adapt(looked_at.skeleton()))
     assert served, served
     of_five_rows = functools.partial(linear_cross_entropy, chunk_bytes=4 * 256 * 5)
-    return ModelKernels(loss=rule.bound(of_five_rows), lora=addmm())
+    return ModelKernels(loss=rule.bind(of_five_rows), lora=addmm())
 
 
 def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[Engine, Any, Share]:
@@ -250,8 +250,8 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     if case.offloaded:
         offload_activations(engine.model, backend.placement)
     scales = sum(b.numel() * b.element_size() for b in skeleton.buffers() if b.is_meta)
-    weights = estimate.held(at.EVALUATION, at.WEIGHTS)
-    return engine, {"weights": weights, "scales": scales, "sent": estimate.sent}, share
+    weights = estimate.bytes_at(at.EVALUATION, at.WEIGHTS)
+    return engine, {"weights": weights, "scales": scales, "sent": estimate.bytes_sent}, share
 
 
 def trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[str, Any]:
@@ -288,7 +288,7 @@ def _trained(case: ParityCase, backend: Backend, rank: int, world: int) -> dict[
     hook.remove()
     flat = getattr(engine.model, FLAT, None)  # its parameters are views of what is gathered
     held = sum(_local_bytes(p) for p in engine.model.parameters() if not (flat and p in flat))
-    held += flat.held if flat else 0
+    held += flat.num_bytes if flat else 0
     codes = codes_of(engine.model)  # an evaluation gathers them
     evaluated = engine.evaluate(micro_batches(case, 77, share, device), model_loss)
     mine = [float(sum(map(float, evaluated)))]

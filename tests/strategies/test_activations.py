@@ -74,7 +74,7 @@ def test_layers_are_computed_again_as_the_run_says(
     assert [counts[index] for index in range(LAYERS)] == computed
     section = case.checkpointing
     every = section.every if isinstance(section, CheckpointingSection) else int(section)
-    assert Activations(every=every).recomputed(LAYERS) == computed.count(2)
+    assert Activations(every=every).num_recomputed(LAYERS) == computed.count(2)
 
 
 def test_selective_recomputation_makes_no_attention_and_no_large_product_again(
@@ -204,7 +204,7 @@ def test_what_changes_in_place_is_kept_as_it_was(backend: Backend) -> None:
     y = layer.linear(x)
     (y.sin() * (y + y.detach()).cos()).sum().backward()
     expected, layer.linear.weight.grad = layer.linear.weight.grad, None
-    Offload(backend.placement).around(layer, layer.forward)(x).sum().backward()
+    Offload(backend.placement).wrap(layer, layer.forward)(x).sum().backward()
     torch.testing.assert_close(layer.linear.weight.grad, expected)
 
 
@@ -213,7 +213,7 @@ def test_a_tensor_made_of_others_is_offloaded_by_its_parts(backend: Backend) -> 
     layer = nn.Identity()
     parts = [torch.randn(32, 32, requires_grad=True) for _ in range(2)]
     both = TwoTensor(*parts).requires_grad_()
-    offload.around(layer, torch.sin)(both).sum().backward()
+    offload.wrap(layer, torch.sin)(both).sum().backward()
     assert offload.buffers.made == 2
     assert isinstance(both.grad, TwoTensor)
     torch.testing.assert_close(both.grad.b, parts[1].detach().cos())

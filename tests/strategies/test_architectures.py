@@ -11,11 +11,7 @@ from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
 from anygauge.strategies.context.context_parallel import attend_in_parts
-from anygauge.strategies.pipeline.stage import (
-    PipelineModel,
-    cut,
-    rank_of_stage,
-)
+from anygauge.strategies.pipeline.stage import PipelineModel, rank_of_stage, split_costs
 from anygauge.strategies.shared.degrees import Degrees, check_model
 from anygauge.strategies.shared.exchanges import CountedGroup
 from anygauge.strategies.shared.tensor_plans import plan_of
@@ -153,7 +149,7 @@ def test_an_embedding_before_the_layers_stays_whole_and_one_within_them_is_refus
 def test_the_costliest_part_costs_least(
     costs: list[int], count: int, last: int, ends: list[int]
 ) -> None:
-    assert cut(costs, count, last) == ends
+    assert split_costs(costs, count, last) == ends
 
 
 def test_both_ends_of_a_zero_bubble_pipeline_are_on_its_first_rank() -> None:

@@ -14,7 +14,7 @@ from anygauge.interface import MemoryStats
 from anygauge.launch import memory_check
 from anygauge.registry import Registry
 from anygauge.training import auto
-from anygauge.training.auto import decided
+from anygauge.training.auto import decide_strategy
 from tests.helpers.runs import run_file, trained_here
 
 KIB = 2**10
@@ -46,10 +46,10 @@ def test_the_first_form_that_fits_is_taken(
     )
     backend.collectives = Mock()
     backend.collectives.gather_objects.side_effect = lambda mine: [mine, 2**40]
-    found, reason = decided(run, registry, backend, 0, ranks)
+    found, reason = decide_strategy(run, registry, backend, 0, ranks)
     assert auto.in_words(found) == name
     assert why in reason
-    assert decided(found, registry, backend, 0, ranks) == (found, "")
+    assert decide_strategy(found, registry, backend, 0, ranks) == (found, "")
 
 
 def test_a_rank_decides_what_the_command_left_open(

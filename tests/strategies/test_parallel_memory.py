@@ -115,4 +115,4 @@ def test_a_stage_holds_its_buffers_and_micro_batches_in_flight() -> None:
         gpipe.device["forward"].kinds["activations"] - found.device["forward"].kinds["activations"]
     )
     assert more >= 2 * 3 * UNIT  # of two more, what is given to two layers and to the next stage
-    assert found.work.traffic[0].wire == 8 / 2 * UNIT
+    assert found.work.traffic[0].wire_bytes == 8 / 2 * UNIT

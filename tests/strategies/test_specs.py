@@ -23,8 +23,8 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.strategies.ddp.spec import DDP
-from anygauge.strategies.fsdp.spec import FSDP, FsdpOptions, shards
-from anygauge.strategies.shared.degrees import Degrees, axes, check_model, share
+from anygauge.strategies.fsdp.spec import FSDP, FsdpOptions, num_shards
+from anygauge.strategies.shared.degrees import Degrees, check_model, mesh_axes, rank_share
 from anygauge.strategies.zero import deepspeed_versions
 from anygauge.strategies.zero.spec import ZERO, ZeroOptions
 from tests.helpers.run_ranks import on_ranks
@@ -189,9 +189,9 @@ def test_heads_and_layers_are_divided_by_their_number() -> None:
 
 
 def test_what_is_left_shards() -> None:
-    assert [shards(FsdpOptions(dp_replicate=n), 4) for n in (1, 2, 4)] == [4, 2, 1]
-    assert shards(FsdpOptions(dp_shard=4), 4) == 4
-    assert [shards(FsdpOptions(cp=2, dp_replicate=n), 4) for n in (1, 2)] == [4, 2]
+    assert [num_shards(FsdpOptions(dp_replicate=n), 4) for n in (1, 2, 4)] == [4, 2, 1]
+    assert num_shards(FsdpOptions(dp_shard=4), 4) == 4
+    assert [num_shards(FsdpOptions(cp=2, dp_replicate=n), 4) for n in (1, 2)] == [4, 2]
 
 
 @given(
@@ -205,7 +205,7 @@ def test_each_part_of_the_rows_has_one_leader_and_whoever_computes_it(
     """Of `cp` and `pp`, ranks drop tokens of their own; those of `tp` draw alike."""
     options = Degrees(**dict.fromkeys(degrees, degree))
     world = options.tp * options.cp * options.pp * rows
-    shares = [share(options, rank, world) for rank in range(world)]
+    shares = [rank_share(options, rank, world) for rank in range(world)]
     assert {each.count for each in shares} == {rows}
     assert sorted(each.index for each in shares if each.leads) == list(range(rows))
     assert sorted(each.index for each in shares) == sorted([*range(rows)] * (world // rows))
@@ -227,7 +227,7 @@ def test_the_axes_of_a_mesh_are_those_of_the_degrees() -> None:
         (FsdpOptions(tp=2, dp_replicate=2), [1, 2, 2, 1, 2]),
         (FsdpOptions(cp=4, dp_shard=2), [1, 1, 2, 4, 1]),
     ):
-        assert axes(options, 8) == dict(zip(names, sizes, strict=True))
+        assert mesh_axes(options, 8) == dict(zip(names, sizes, strict=True))
 
 
 # -- means ------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from anygauge.testing.check import CHECKS
-from anygauge.testing.process import PartVerdicts, import_checks, merged, run_to_end
+from anygauge.testing.process import PartVerdicts, import_checks, merge, run_to_end
 from anygauge.testing.process import main as ask_all_of
 from tests.testing.wrong import limit_checks, mutant_named
 
@@ -98,15 +98,15 @@ def main() -> None:
     part = asked["part"]
     import_checks(part)
     if part == "operators":
-        from anygauge.testing.operators import infos
+        from anygauge.testing.operators import op_infos
 
-        infos()  # once, and not in each fork
+        op_infos()  # once, and not in each fork
     for number, (mutation, check) in enumerate(asked["mutations"].items()):
         world = ranks_of(part, mutation)
         base = Path(asked["folder"]) / f"{part}{number}"
         children = [MutantFork(part, mutation, check, base, rank, world) for rank in range(world)]
         files = [Path(f"{base}.{rank}.json") for rank in range(world)]
-        found = merged(files, run_to_end(children, files, LIMIT_S))
+        found = merge(files, run_to_end(children, files, LIMIT_S))
         record = {"verdicts": found.verdicts, "trouble": found.trouble}
         Path(f"{base}.found").write_text(json.dumps(record), encoding="utf-8")
 

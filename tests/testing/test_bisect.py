@@ -13,14 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from anygauge.testing import bisect, loop_checks
 from anygauge.testing.bisect import Replay
-from anygauge.testing.check import sharding
+from anygauge.testing.check import sharding_spec
 from anygauge.testing.loop_checks import (
     EVALUATION,
     LOSS,
     NORM,
     LoopTrials,
     RunFailed,
-    Trained,
+    TrainRun,
     compare_runs,
 )
 from anygauge.testing.process import Subject
@@ -125,14 +125,14 @@ def test_a_run_that_fails_in_training_has_a_cause(
 
     def made(
         self: LoopTrials, kind: str, dtype: str = "", *, host: bool = False, **_: Any
-    ) -> Trained:
+    ) -> TrainRun:
         if not host:
             raise failed
         return run([6.0], {})
 
     monkeypatch.setattr(LoopTrials, "run", made)
     monkeypatch.setattr(loop_checks, "cause_of", lambda *at, **of: f"{at[2]} on {of['ranks']}")
-    kind, spec = ("adapter", None) if ranks == 1 else ("spread", sharding())
+    kind, spec = ("adapter", None) if ranks == 1 else ("spread", sharding_spec())
     of = LoopTrials(Subject(name="cpu"), tmp_path)
     assert of.trial(kind, spec=spec, ranks=ranks) == str(failed), "it has not come to a step"
     (tmp_path / "run.json").touch()
@@ -143,7 +143,7 @@ def test_a_run_that_fails_in_training_has_a_cause(
 # -- how far losses may be ------------------------------------------------------------------------
 
 
-def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> Trained:
+def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> TrainRun:
     steps: list[dict[str, Any]] = [
         {"step": at, "loss": loss, "num_loss_tokens": 80, "lr": 2e-3, "grad_norm": 6.0}
         for at, loss in enumerate(losses, start=first)
@@ -153,12 +153,12 @@ def run(losses: list[float], evaluations: dict[int, float], first: int = 1) -> T
     ]
     records = sorted([*steps, *held_out], key=lambda each: (each["step"], "eval_loss" in each))
     other = {"cpu_percent": 3.0}  # of how busy the machine is, and of no step
-    return Trained(folder=Path(), metrics=json.loads(json.dumps([other, *records])))
+    return TrainRun(folder=Path(), metrics=json.loads(json.dumps([other, *records])))
 
 
 def test_what_an_author_states_stands_for_losses_and_raises_norms(tmp_path: Path) -> None:
     def allowed(stated: dict[str, float], **of: Any) -> dict[str, float]:
-        return LoopTrials(Subject(name="cpu"), tmp_path, stated).allowed("float32", **of)
+        return LoopTrials(Subject(name="cpu"), tmp_path, stated).tolerances("float32", **of)
 
     usual, exact, loose = allowed({}), allowed({"float32": 0.0}), allowed({"float32": 1e-3})
     assert usual[NORM] == 10 * usual[LOSS] == 10 * usual[EVALUATION]
@@ -180,11 +180,7 @@ def test_the_first_number_beyond_its_bound_is_told() -> None:
         "the loss of the evaluation after step 2 is 5.6, on the host 5.5: 1.8e-02 away, 1.0e-03 "
         "is allowed",
     )
-    assert most == {
-        LOSS: pytest.approx(2e-4),
-        NORM: 0.0,
-        EVALUATION: pytest.approx(0.1 / 5.5),
-    }
+    assert most == {LOSS: pytest.approx(2e-4), NORM: 0.0, EVALUATION: pytest.approx(0.1 / 5.5)}
     assert compare_runs(run([5.001, 4.0], {}, 2), host, bounds)[-1] == ""
     _, step, wrong = compare_runs(run([6.0, float("nan"), 4.0], {}), host, bounds)
     assert step == 2 and wrong.startswith("the loss of step 2 is nan")

@@ -23,7 +23,7 @@ from anygauge.testing.process import (
     Subject,
     answers_in,
     ask,
-    merged,
+    merge,
     run_to_end,
 )
 from tests.testing.mutation_forks import mutant_site
@@ -81,7 +81,7 @@ def test_the_rank_that_has_come_least_far_keeps_the_others_waiting(tmp_path: Pat
     trouble = run_to_end([ended, ended], files, 60)
     assert trouble == f"rank 1: one {where}; rank 0: two {where}"
     assert run_to_end([ended], files[:1], 60) == f"two {where}"
-    found = merged(files, "why").verdicts
+    found = merge(files, "why").verdicts
     assert found == {"one": ("failed", "why"), "two": ("failed", "why")}
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from anygauge.interface import AttentionKernel, LoraKernel
 from anygauge.kernels.rope import apply_rotation
-from anygauge.testing.check import Opened
+from anygauge.testing.check import Device
 from anygauge.testing.kernel_trials import KERNEL_TRIALS
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.gaudi_kernels import softmax_in_bfloat16, softmax_in_float32
@@ -204,24 +204,24 @@ WRONG = (
 
 
 @pytest.fixture
-def on() -> Opened:
+def on() -> Device:
     backend = CpuBackend()
-    return Opened(backend=backend, device=torch.device("cpu"), fresh=CpuBackend)
+    return Device(backend=backend, device=torch.device("cpu"), fresh=CpuBackend)
 
 
 @pytest.mark.parametrize(("operation", "kernel", "name"), RIGHT)
-def test_what_is_right_passes(on: Opened, operation: str, kernel: Any, name: str) -> None:
+def test_what_is_right_passes(on: Device, operation: str, kernel: Any, name: str) -> None:
     KERNEL_TRIALS[operation](on, kernel, name)
 
 
 @pytest.mark.parametrize(
     ("operation", "kernel", "said"), [line[1:] for line in WRONG], ids=[line[0] for line in WRONG]
 )
-def test_what_is_wrong_is_found(on: Opened, operation: str, kernel: Any, said: str) -> None:
+def test_what_is_wrong_is_found(on: Device, operation: str, kernel: Any, said: str) -> None:
     with pytest.raises(AssertionError, match=said):
         KERNEL_TRIALS[operation](on, kernel, "wrong")
 
 
-def test_an_adamw_that_names_another_formula_must_have_it(on: Opened) -> None:
+def test_an_adamw_that_names_another_formula_must_have_it(on: Device) -> None:
     with pytest.raises(AssertionError, match="differs by"):
         KERNEL_TRIALS["adamw"](on, torch.optim.AdamW, "early_epsilon")

@@ -19,7 +19,7 @@ import anygauge.testing
 from anygauge.interface import FULL, Level, Support
 from anygauge.registry import Registry
 from anygauge.testing import BackendContract
-from anygauge.testing.check import CHECKS, NotAsked, run_check
+from anygauge.testing.check import CHECKS, SkipCheck, run_check
 from anygauge.testing.loop_checks import is_beside
 from anygauge.testing.plugin import CONFORMANCE, contents
 from tests.testing.mutation_forks import mutant_site
@@ -34,7 +34,7 @@ def fails(_: Any) -> None:
 
 
 def has_no_meaning(_: Any) -> None:
-    raise NotAsked("one device only")
+    raise SkipCheck("one device only")
 
 
 MISSING = Support(Level.UNSUPPORTED_BY_HARDWARE, "no units for it")
@@ -173,8 +173,7 @@ def test_devices_are_counted_where_they_will_be_used(tmp_path: Path) -> None:
 
 def test_what_was_left_out_by_choice_was_not_tried(tmp_path: Path) -> None:
     mine(
-        tmp_path,
-        "class TestMine(BackendContract):\n    backend = 'cpu'\n    rank_counts = (2,)\n",
+        tmp_path, "class TestMine(BackendContract):\n    backend = 'cpu'\n    rank_counts = (2,)\n"
     )
     done = kit(tmp_path, "-k", "every_strategy and 4", "--anygauge-report", "page.json")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -12,7 +12,7 @@ import pytest
 from anygauge.registry import BLOCK_VARIABLE
 from anygauge.testing.check import Verdict
 from anygauge.testing.contract import CHECKS
-from anygauge.testing.process import PartVerdicts, Subject, ask, environments, merged
+from anygauge.testing.process import PartVerdicts, Subject, ask, merge, rank_environments
 from tests.testing.mutation_forks import mutant_site
 
 Odd = Callable[[str], Subject]
@@ -53,7 +53,7 @@ def answered(path: Path, **verdicts: Verdict) -> Path:
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_the_environment_is_that_of_as_many_ranks_as_there_are(ranks: int, odd: Odd) -> None:
-    found, trouble = environments("device", odd("sets a variable"), ranks)
+    found, trouble = rank_environments("device", odd("sets a variable"), ranks)
     assert trouble == ""
     assert [each["ODD_RANKS"] for each in found] == [str(ranks)] * ranks
     assert [each["RANK"] for each in found] == [str(rank) for rank in range(ranks)]
@@ -80,11 +80,11 @@ def test_an_environment_that_cannot_be_made_is_held_against_the_backend(
 def test_what_another_plugin_imports_is_not_held_against_the_backend(
     odd: Odd, tmp_path: Path
 ) -> None:
-    (found,), _ = environments("basic", odd("none"), 1)
+    (found,), _ = rank_environments("basic", odd("none"), 1)
     assert "heavy" in found[BLOCK_VARIABLE].split(",")
     assert "mutant" not in found[BLOCK_VARIABLE].split(","), "the other's name, but this one's, too"
     assert results("basic", ask("basic", odd("none"), tmp_path))["announced"] == ("passed", "")
-    (found,), _ = environments("device", odd("none"), 1)
+    (found,), _ = rank_environments("device", odd("none"), 1)
     assert BLOCK_VARIABLE not in found, "runs have all plugins"
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_gave_no_answer_does_not_hide_behind_the_others(tmp_path: Pa
         answered(tmp_path / "1", sums=("passed", "")),
         tmp_path / "2",
     ]
-    found = merged(files).verdicts
+    found = merge(files).verdicts
     assert found["means"] == ("failed", "rank 1: gave no answer")
     assert found["sums"] == ("failed", "rank 2: gave no answer")
 
@@ -121,9 +121,9 @@ def test_a_rank_that_gave_no_answer_does_not_hide_behind_the_others(tmp_path: Pa
 def test_what_is_declared_missing_explains_no_other_rank_s_end(tmp_path: Path) -> None:
     missing = ("declared", "unsupported")
     files = [answered(tmp_path / "0", sums=missing), tmp_path / "1"]
-    assert merged(files).verdicts["sums"] == ("failed", "rank 1: gave no answer")
+    assert merge(files).verdicts["sums"] == ("failed", "rank 1: gave no answer")
     files = [answered(tmp_path / "0", sums=missing), answered(tmp_path / "1", sums=missing)]
-    assert merged(files).verdicts["sums"] == missing
+    assert merge(files).verdicts["sums"] == missing
 
 
 # -- what is declared missing ---------------------------------------------------------------------

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from anygauge.testing.plugin import ConformanceReport, Line, written
+from anygauge.testing.plugin import ConformanceReport, Line, render
 
 CONTENTS = {
     "test_on_paper[a]": ("on paper", "it is told"),
@@ -67,9 +67,9 @@ def test_a_page_counts_and_shows_every_line() -> None:
 
 
 def test_several_reports_are_one_json_document() -> None:
-    assert json.loads(written([report()], ".json"))["backend"] == "mine"
-    assert [each["backend"] for each in json.loads(written([report(), report()], ".json"))] == [
+    assert json.loads(render([report()], ".json"))["backend"] == "mine"
+    assert [each["backend"] for each in json.loads(render([report(), report()], ".json"))] == [
         "mine",
         "mine",
     ]
-    assert written([report(), report()], ".md").count("# `mine` is not fully tried") == 2
+    assert render([report(), report()], ".md").count("# `mine` is not fully tried") == 2

@@ -14,8 +14,8 @@ import pytest
 
 from anygauge.interface import AnygaugeError
 from anygauge.training.checkpoints.checkpoint_files import Checkpoint, write_checkpoint
-from anygauge.training.checkpoints.manager import find_checkpoint, losses_in, tidy
-from anygauge.training.checkpoints.sound import complaint_about
+from anygauge.training.checkpoints.manager import find_checkpoint, losses_in, remove_leftovers
+from anygauge.training.checkpoints.sound import find_defect
 from tests.helpers.checkpoints import ALONE, RECORD, exported, reseal, write
 
 FILES = ("checkpoint.json", "manifest.json", "rng.safetensors", "state-00001.safetensors")
@@ -90,7 +90,7 @@ def test_a_damaged_file_is_named_and_the_other_checkpoint_taken(
     # A list of losses looks at records alone.
     listed = {3, 4} if "flipped" in damage and name in FILES[2:] else {found.checkpoint.step}
     assert {step for step, _ in losses_in(tmp_path)} == listed
-    complaint = str(complaint_about(torn))
+    complaint = str(find_defect(torn))
     assert complaint.startswith(name) and (said in complaint or name == "manifest.json")
     if which == "newest":
         assert found.skipped == (f"checkpoints/{torn.name} is skipped: {complaint}",)
@@ -190,7 +190,7 @@ def test_files_that_are_not_what_the_manifest_says_of_them(tmp_path: Path) -> No
     with pytest.raises(AnygaugeError, match=r"state-00001\.safetensors cannot be read"):
         Checkpoint(newest)
     moved = write(tmp_path / "step-00000005").rename(tmp_path / "step-00000009")
-    assert "step is 5, and its folder is step-00000009" in str(complaint_about(moved))
+    assert "step is 5, and its folder is step-00000009" in str(find_defect(moved))
 
 
 def test_a_loss_that_is_no_number_is_kept_as_null(tmp_path: Path) -> None:
@@ -198,7 +198,7 @@ def test_a_loss_that_is_no_number_is_kept_as_null(tmp_path: Path) -> None:
     history = {**RECORD["history"], "last_loss": float("nan")}
     record = {**RECORD, "loss": float("inf"), "history": history}
     write_checkpoint(folder, exported(), record, [])
-    assert complaint_about(folder) is None
+    assert find_defect(folder) is None
     assert losses_in(tmp_path) == [[3, None]]
     assert Checkpoint(folder).record["history"]["last_loss"] is None
 
@@ -218,9 +218,9 @@ def test_what_kills_leave_is_removed_and_nothing_else(tmp_path: Path) -> None:
     found = find_checkpoint("auto", tmp_path, 0, ALONE)
     assert found.checkpoint is not None and found.checkpoint.step == 4
     assert hidden(tmp_path) == before, "looking changes nothing"
-    tidy(tmp_path)
+    remove_leftovers(tmp_path)
     assert hidden(tmp_path) == [".notes", older.name, newest.name]
-    assert complaint_about(newest) is None and complaint_about(older) is None
+    assert find_defect(newest) is None and find_defect(older) is None
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o077])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from anygauge.interface import AnygaugeError
-from anygauge.launch.run_directory import claim
+from anygauge.launch.run_directory import lock_folder
 from anygauge.training.step_results import MetricsLogger
 from anygauge.util.events import EventWriter
 from tests.helpers.runs import run_file, trained_here
@@ -54,7 +54,7 @@ def test_a_run_whose_folder_became_another_runs_writes_nothing_there(
     def restart(call: int) -> None:
         if call == last:
             folder.rename(moved)
-            with claim(folder):
+            with lock_folder(folder):
                 (folder / "run.yaml").write_text("of the other run")
             there.update(files_in(folder))
 

@@ -19,7 +19,7 @@ from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.training import checks
 from anygauge.training import optimizer as optimizers
 from anygauge.training.build_strategy import check_strategy
-from anygauge.training.optimizer import PAGED as PAGED_FROM
+from anygauge.training.optimizer import MIN_PAGED_NUMEL as PAGED_FROM
 from anygauge.training.optimizer import (
     DecoupledSGD,
     Lion,
@@ -144,12 +144,7 @@ NO_KERNEL = "adamw_8bit: backend '{}' lacks.*{}"
         (EIGHT_BIT, "cuda", SINGLE, None),
         (EIGHT_BIT, "hpu", SINGLE, NO_KERNEL.format("hpu", "no optimizer for these cards")),
         (EIGHT_BIT, "unknown", SINGLE, NO_KERNEL.format("unknown", "does not mention it")),
-        (
-            PAGED,
-            "cpu",
-            SINGLE,
-            r"paged: backend 'cpu' lacks 'paged_memory': .*there is no dev",
-        ),
+        (PAGED, "cpu", SINGLE, r"paged: backend 'cpu' lacks 'paged_memory': .*there is no dev"),
         (PAGED, "hpu", SINGLE, r"paged: backend 'hpu' lacks 'paged_memory': .*CUDA, ROCm"),
         (
             PAGED,

@@ -31,11 +31,7 @@ USUAL = {
 }
 MORE = {
     "single-all": _case(1, {"name": "single"}, **ALL),
-    "single-wide": _case(
-        1,
-        {"name": "single"},
-        model={"config": {**CONFIG, "vocab_size": 30_000}},
-    ),
+    "single-wide": _case(1, {"name": "single"}, model={"config": {**CONFIG, "vocab_size": 30_000}}),
     "ddp-all": _case(2, {"name": "ddp"}, **ALL),
     "tp": _case(2, {"name": "ddp", "tp": 2}),
     "tp-all": _case(2, {"name": "ddp", "tp": 2}, **ALL),
@@ -108,7 +104,7 @@ def noting_peaks() -> Iterator[None]:
     with (
         mock.patch.object(Loop, "run", running(Loop.run)),
         mock.patch.object(Loop, "evaluate", evaluating(Loop.evaluate)),
-        mock.patch.object(save, "save", saving(save.save)),
+        mock.patch.object(save, "save_result", saving(save.save_result)),
     ):
         yield
 

@@ -50,7 +50,7 @@ def reports() -> Iterator[Reports]:
 def test_a_place_is_reported_once(reports: Reports) -> None:
     progress = reports.progress
     progress._report()
-    progress.at("step 3, forward and backward")
+    progress.enter("step 3, forward and backward")
     progress._report()
     progress._report()
     assert reports.read() == ["step 3, forward and backward"]
@@ -58,11 +58,11 @@ def test_a_place_is_reported_once(reports: Reports) -> None:
 
 def test_each_micro_batch_is_a_movement(reports: Reports) -> None:
     progress = reports.progress
-    progress.at("step 3, forward and backward")
+    progress.enter("step 3, forward and backward")
     for _ in range(2):
-        progress.batch()
+        progress.next_batch()
         progress._report()
-    progress.at("step 3, update")
+    progress.enter("step 3, update")
     progress._report()
     assert reports.read() == [
         "step 3, forward and backward, micro-batch 1",
@@ -84,5 +84,5 @@ def test_long_work_is_reported_at_once_and_again_while_it_lasts(reports: Reports
 
 def test_the_thread_reports_by_itself(reports: Reports) -> None:
     with reports.progress.reporting():
-        reports.progress.at("step 1, update")
+        reports.progress.enter("step 1, update")
         assert reports.wait() == "step 1, update"

@@ -17,7 +17,7 @@ from anygauge.interface import MemoryStats, Placement
 from anygauge.training.system import SystemSampler
 
 
-class Device(Placement):
+class FakeDevice(Placement):
     """A device that can tell how busy it is."""
 
     def memory(self) -> MemoryStats:
@@ -32,7 +32,7 @@ def threads() -> list[str]:
 
 
 def test_reads_host_process_disk_and_device(tmp_path: Path) -> None:
-    reader = SystemSampler(Device("any"), tmp_path, 0, pytest.fail)
+    reader = SystemSampler(FakeDevice("any"), tmp_path, 0, pytest.fail)
     end = time.monotonic() + 0.3
     while time.monotonic() < end:
         pass
@@ -67,7 +67,7 @@ class CountingSampler(SystemSampler):
 
     def __init__(self, every_s: float, warn: Any = pytest.fail) -> None:
         self.count = itertools.count()
-        super().__init__(Device("any"), Path("/"), every_s, warn)
+        super().__init__(FakeDevice("any"), Path("/"), every_s, warn)
 
     def read(self) -> dict[str, float]:
         return {"n": float(next(self.count))}

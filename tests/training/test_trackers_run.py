@@ -61,7 +61,7 @@ def test_a_run_that_fails_is_closed_as_failed(tmp_path: Path) -> None:
     assert records and not any(key.startswith("system/") for r in records for key in r)
 
 
-@pytest.mark.parametrize("function", ["save.save", "save.versions"])
+@pytest.mark.parametrize("function", ["save.save_result", "save.used_versions"])
 def test_a_run_that_cannot_write_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
 ) -> None:

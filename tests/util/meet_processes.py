@@ -88,7 +88,7 @@ def patient(at: str, rank: int) -> dict[str, str]:
     collectives = opened(at, rank)
     # As libraries make theirs: without a word on time.
     before = dist.new_group(ranks=[0, 1])
-    with collectives.patient(then=LIMIT_S):
+    with collectives.patient_timeout(then=LIMIT_S):
         during = dist.new_group(ranks=[0, 1])
         if rank == 0:
             time.sleep(LONG_S)  # all the while rank 1 waits for it, first in a library's group

@@ -10,8 +10,8 @@ import pytest
 from anygauge.util.clients import (
     NoAnswerError,
     NotInstalledError,
+    client_output,
     first_and_last,
-    printed,
     run_client,
 )
 
@@ -35,7 +35,7 @@ def test_a_client_that_is_missing_or_silent_is_named() -> None:
 
 def test_of_a_refusal_the_errors_are_shown_or_else_the_output() -> None:
     def refused(out: str, err: str) -> str:
-        return printed(subprocess.CompletedProcess((), 1, out, err))
+        return client_output(subprocess.CompletedProcess((), 1, out, err))
 
     assert refused("out\n", "\nfirst  \n\nsecond\n") == "first\n  second"
     assert refused("out\n", "") == "out"

@@ -57,8 +57,8 @@ def test_a_library_that_takes_no_limit_is_named(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_process_alone_is_patient_with_nobody() -> None:
     alone = Collectives("cpu")
-    with alone.patient(then=1.0):
-        assert alone.limit(5.0) == ()
+    with alone.patient_timeout(then=1.0):
+        assert alone.set_timeout(5.0) == ()
 
 
 ALONE = """

@@ -14,7 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from anygauge.interface import AnygaugeError
-from anygauge.util.exchange import LONGEST, SignedExchange, derived_key
+from anygauge.util.exchange import MAX_BYTES, SignedExchange, derived_key
 from anygauge.util.rendezvous import file_of, listen_at, open_store, tcp_address
 from tests.helpers.child_processes import free_port
 from tests.util.meet_processes import opened, run_roles
@@ -105,7 +105,7 @@ def test_each_frame_is_taken_once_from_its_sender_for_its_purpose() -> None:
     assert "rank 1 (p) does not prove" in str(talk(twice, twice, secret="another")[1])
 
 
-@pytest.mark.parametrize("size", [-1, LONGEST + 1, 2**62])
+@pytest.mark.parametrize("size", [-1, MAX_BYTES + 1, 2**62])
 def test_no_room_is_made_for_what_is_too_long(size: int) -> None:
     def boasts(exchange: Pair) -> None:
         exchange.altered[0] = size.to_bytes(8, "little", signed=True)

@@ -18,7 +18,7 @@ from typing import Any
 from anygauge.config.paths import DATA_SUFFIXES, data_suffix
 from anygauge.config.yaml_text import write_flow
 from anygauge.interface import RunFileError
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 OFF = (False, 0, "no", "none", "None", "auto", "off")
 BLANK: tuple[Any, ...] = (None, "", [], {})
@@ -120,7 +120,7 @@ class Draft:
 
     def error(self, key: str, value: Any, expected: str) -> RunFileError:
         """An error about a key's value."""
-        got = short(write_flow(value))
+        got = shorten(write_flow(value))
         return RunFileError(f"{self.file}: {key}: got {got}, expected {expected}")
 
     def put(self, path: str, value: Any, origin: str) -> None:
@@ -277,4 +277,4 @@ def is_one_of(value: Any, values: Any) -> bool:
 
 def given(key: str, value: Any) -> str:
     """A key as it stands in their file, on a line."""
-    return f"{key}: {short(write_flow(value))}"
+    return f"{key}: {shorten(write_flow(value))}"

@@ -8,9 +8,9 @@ from typing import Any
 
 from anygauge.cli.imports.draft import Draft, as_number, given
 from anygauge.config.document import read_document
-from anygauge.config.tree import Problem, plain, run_file_error
+from anygauge.config.tree import Problem, plain_value, run_file_error
 from anygauge.interface import RunFileError
-from anygauge.util.text import flattened
+from anygauge.util.text import flatten_values
 
 
 def read_mapping(path: Path, shown: str) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def read_mapping(path: Path, shown: str) -> dict[str, Any]:
         RunFileError: it is none.
     """
     problems: list[Problem] = []
-    found: dict[str, Any] = plain(read_document(path, shown, problems))
+    found: dict[str, Any] = plain_value(read_document(path, shown, problems))
     if problems:
         raise run_file_error(shown, problems)
     return found
@@ -43,7 +43,7 @@ def find_beside(draft: Draft, name: str) -> Path:
 
 def put_deepspeed(draft: Draft, values: Mapping[str, Any], name: str) -> None:
     """Read DeepSpeed's configuration; what says `auto` is left to the trainer, here as there."""
-    flat = {key: value for key, value in flattened(values) if value != "auto"}
+    flat = {key: value for key, value in flatten_values(values) if value != "auto"}
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         flat.pop(key, None)  # the trainer's
     draft.keys.setdefault(
@@ -107,7 +107,7 @@ def put_accelerate(draft: Draft, values: dict[str, Any], name: str) -> None:
     elif kind not in ("NO", "DEEPSPEED") and not kind.startswith("MULTI_"):
         draft.block(f"{name}: distributed_type", kind, "strategy: fsdp, ddp or zero")
     left |= {f"deepspeed_config.{key}": value for key, value in zero.items()}
-    draft.apply("accelerate", values=dict(flattened(left)), above=f"{name}: ")
+    draft.apply("accelerate", values=dict(flatten_values(left)), above=f"{name}: ")
 
 
 def put_engine(draft: Draft) -> None:

@@ -11,7 +11,7 @@ from anygauge.cli.imports.draft import Draft, as_list, given, targets
 from anygauge.cli.imports.engine_files import put_engine
 from anygauge.cli.imports.trainer import put_training
 from anygauge.config.document import NotYaml, read_yaml
-from anygauge.config.tree import Origin, plain
+from anygauge.config.tree import Origin, plain_value
 from anygauge.interface import RunFileError
 
 SCRIPT = "run_lora_clm.py"
@@ -57,7 +57,7 @@ def _value(word: str) -> Any:
         node = read_yaml(word, Origin("option", None, Path()), [], ())
     except NotYaml:
         return word
-    return word if node is None else plain(node)
+    return word if node is None else plain_value(node)
 
 
 def read_habana(draft: Draft) -> None:

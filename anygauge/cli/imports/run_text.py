@@ -64,7 +64,7 @@ def _lines(tree: Mapping[str, Any], kind: Kind | None, *, top: bool = False) -> 
         value = tree[name]
         if top and at and not (isinstance(value, Leaf) and isinstance(tree[names[at - 1]], Leaf)):
             yield ""
-        below = None if kind is None else kind.below(name)
+        below = None if kind is None else kind.child(name)
         if isinstance(value, Leaf):
             comment = f"  # {value.origin}" if value.origin else ""
             yield f"{name}: {write_flow(value.value)}{comment}"

@@ -27,7 +27,7 @@ from anygauge.strategies.shared.exchanges import (
     over_ranks,
     size_of,
 )
-from anygauge.strategies.shared.footprint import item_bytes, sent
+from anygauge.strategies.shared.footprint import item_bytes, transfer
 from anygauge.strategies.shared.materialize import causal_of, decoder_layers
 
 NAME = "anygauge_context_parallel"
@@ -63,16 +63,16 @@ def attend_in_parts(model: nn.Module, group: Group, method: str) -> None:
     if len(inner) != 1:
         raise UnsupportedError(f"strategy.cp: the model mixes attention of kinds {sorted(inner)}")
     (name,) = inner
-    parts = {"gather": _gathered, "ulysses": _exchanged}[method]
+    parts = {"gather": _attend_to_gathered, "ulysses": _attend_by_heads}[method]
     # A plan beside a run leaves the run's own alone.
     own = f"{NAME}_counted" if isinstance(group, CountedGroup) else NAME
-    AttentionInterface.register(own, parts(_attention(name), group))
+    AttentionInterface.register(own, parts(_attention_function(name), group))
     AttentionMaskInterface.register(own, ALL_MASK_ATTENTION_FUNCTIONS[name])
     for config in configs.values():
         config._attn_implementation = own
 
 
-def _attention(name: str) -> Attention:
+def _attention_function(name: str) -> Attention:
     """The function behind a name; each architecture has an eager one of its own."""
     if name != EAGER:
         from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -87,7 +87,7 @@ def _attention(name: str) -> Attention:
     return eager
 
 
-def _gathered(attention: Attention, group: Group) -> Attention:
+def _attend_to_gathered(attention: Attention, group: Group) -> Attention:
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
@@ -99,7 +99,7 @@ def _gathered(attention: Attention, group: Group) -> Attention:
     return forward
 
 
-def _exchanged(attention: Attention, group: Group) -> Attention:
+def _attend_by_heads(attention: Attention, group: Group) -> Attention:
     def forward(
         module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **more: Any
     ) -> Any:
@@ -142,8 +142,8 @@ def with_attention(
     layers = len(list(decoder_layers(model)))
     size = workload.micro_batch * (of_key + of_value) * item_bytes(workload.precision.param_dtype)
     # What selective recomputation keeps comes after the exchanges, which it makes again.
-    forwards = layers + workload.activations.recomputed(layers)
-    group, turns = neighbours(workload.rank, options.cp), workload.accumulation
+    forwards = layers + workload.activations.num_recomputed(layers)
+    group, turns = group_ranks(workload.rank, options.cp), workload.accumulation
     keys = kv_heads * length * options.cp
     moved = kv_heads if kv_heads % options.cp == 0 else heads
     # Operation -> how often, and numbers; Ulysses has queries, keys, values and outputs.
@@ -153,13 +153,13 @@ def with_attention(
     }[options.cp_method]
     traffic = [
         one
-        for operation, (times, each) in exchanges.items()
-        for one in sent(operation, group, turns * times, turns * times * each * size, waited=True)
+        for name, (times, each) in exchanges.items()
+        for one in transfer(name, group, turns * times, turns * times * each * size, waited=True)
     ]
     return dataclasses.replace(found, traffic=(*found.traffic, *traffic))
 
 
-def neighbours(rank: int, degree: int) -> tuple[int, ...]:
+def group_ranks(rank: int, degree: int) -> tuple[int, ...]:
     """The ranks of the group of `degree` neighbouring ones that a rank is in."""
     first = rank // degree * degree
     return tuple(range(first, first + degree))

@@ -21,11 +21,11 @@ from anygauge.strategies.context.context_parallel import with_attention
 from anygauge.strategies.pipeline.engine import build_pipeline
 from anygauge.strategies.pipeline.footprint import pipeline_memory
 from anygauge.strategies.shared.common import torch_dtype
-from anygauge.strategies.shared.degrees import Degrees, axes, in_words
+from anygauge.strategies.shared.degrees import Degrees, in_words, mesh_axes
 from anygauge.strategies.shared.exchanges import device_mesh, group_along
 from anygauge.strategies.shared.footprint import whole_memory
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients
-from anygauge.strategies.shared.layout import Whole
+from anygauge.strategies.shared.layout import WholeLayout
 from anygauge.strategies.shared.materialize import decoder_layers
 from anygauge.strategies.shared.shards import fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
@@ -54,8 +54,8 @@ class SummedOverRanks(LocalGradients):
         wrapper.register_comm_hook(None, lambda _, bucket: self._reduce(bucket))
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        """See `Gradients.during`."""
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """See `Gradients.micro_batch`."""
         self._last = last
         with contextlib.nullcontext() if last else self._wrapper.no_sync():
             yield
@@ -114,7 +114,7 @@ class Ddp(DividedStrategy):
     def gradients(
         self, wrapper: DistributedDataParallel, trained: Sequence[nn.Parameter], dtype: torch.dtype
     ) -> SummedOverRanks:
-        """What sums the gradients of replicas; `trained` are the wrapper's, in its order."""
+        """Make what sums the gradients of replicas; `trained` are the wrapper's, in its order."""
         return SummedOverRanks(wrapper, trained, dtype)
 
     def memory(self, workload: Workload) -> MemoryEstimate:
@@ -139,7 +139,7 @@ class Ddp(DividedStrategy):
         options, device = self.options, context.workload.backend.placement.device
         mesh, wrapper = None, None
         if options.tp > 1 or options.cp > 1:
-            mesh = device_mesh(axes(options, context.workload.world_size), device)
+            mesh = device_mesh(mesh_axes(options, context.workload.world_size), device)
         if options.tp == 1:
             model = build_whole(context)
             divided = divide_model(model, options, mesh, device)
@@ -162,8 +162,8 @@ class Ddp(DividedStrategy):
             context,
             call=wrapper,
             gradients=gradients,
-            layout=divided.layout(Whole(context.clip_grad_norm), model),
-            sums=divided.sums(model),
+            layout=divided.layout(WholeLayout(context.clip_grad_norm), model),
+            sums=divided.partial_sums(model),
             join_logits=divided.whole_logits,
         )
 

@@ -8,7 +8,7 @@ from anygauge.interface import (
     PlannerHints,
     StrategySpec,
 )
-from anygauge.strategies.shared.degrees import check_degrees, check_model, share
+from anygauge.strategies.shared.degrees import check_degrees, check_model, rank_share
 
 IN_PARTS = {"clip_grad_norm": "each rank has only a part of the gradients"}
 
@@ -20,7 +20,7 @@ DDP = StrategySpec(
     summary="torch's DDP: the whole model on every rank, gradients summed over ranks.",
     options="anygauge.strategies.shared.degrees:Degrees",
     needs={"collectives": "DDP sums gradients"},
-    share=share,
+    share=rank_share,
     unused_kernels=lambda options: {} if options.tp == options.pp == 1 else IN_PARTS,
     shorthands={
         "tensor": lambda nodes, devices: {"tp": nodes * devices},

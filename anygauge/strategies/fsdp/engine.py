@@ -29,15 +29,15 @@ from torch.distributed.tensor import DTensor
 from anygauge.interface import HOST_DEVICE, BuildContext, MemoryEstimate, UnsupportedError, Workload
 from anygauge.strategies.context.context_parallel import with_attention
 from anygauge.strategies.fsdp.footprint import fsdp_memory
-from anygauge.strategies.fsdp.spec import FsdpOptions, shards
+from anygauge.strategies.fsdp.spec import FsdpOptions, num_shards
 from anygauge.strategies.shared.common import torch_dtype
-from anygauge.strategies.shared.degrees import axes, in_words
+from anygauge.strategies.shared.degrees import in_words, mesh_axes
 from anygauge.strategies.shared.exchanges import device_mesh
 from anygauge.strategies.shared.flat import FLAT, FlatLayers, flat_layers_fit
 from anygauge.strategies.shared.footprint import Sizes
 from anygauge.strategies.shared.gradients import Gradients
 from anygauge.strategies.shared.materialize import decoder_layers
-from anygauge.strategies.shared.shards import Sharded, fill, sharded_later
+from anygauge.strategies.shared.shards import ShardLayout, fill, sharded_later
 from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.tensor.footprint import tensor_memory
 from anygauge.strategies.tensor.tensor_parallel import DividedStrategy, divide_model
@@ -73,8 +73,8 @@ class ReducedByFsdp(Gradients):
         self._factor = factor
 
     @contextlib.contextmanager
-    def during(self, last: bool) -> Iterator[None]:
-        """See `Gradients.during`."""
+    def micro_batch(self, last: bool) -> Iterator[None]:
+        """See `Gradients.micro_batch`."""
         self._model.set_requires_gradient_sync(last or self._every_time)
         self._model.set_is_last_backward(last)
         if self._keeps_weights:
@@ -143,7 +143,7 @@ def is_flat(options: FsdpOptions, model: nn.Module, workload: Workload) -> bool:
     # A compiled layer takes the hooks that gather for a part of itself.
     compiled = workload.backend.graph.compiler is not None
     fits = usual and not compiled and _IGNORES and flat_layers_fit(model)
-    flat = fits and shards(options, workload.world_size) > 1
+    flat = fits and num_shards(options, workload.world_size) > 1
     if options.gather == "flat" and not flat:
         raise UnsupportedError(
             "strategy.gather: flat: this takes several ranks, a frozen base with an adapter, torch "
@@ -163,7 +163,7 @@ class Fsdp(DividedStrategy):
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
-        ranks = shards(self.options, workload.world_size)
+        ranks = num_shards(self.options, workload.world_size)
 
         def plain(one: Workload) -> MemoryEstimate:
             size = Sizes.of(one)
@@ -177,7 +177,7 @@ class Fsdp(DividedStrategy):
     def build(self, context: BuildContext) -> TorchEngine:
         """See `Strategy.build`."""
         device = context.workload.backend.placement.device
-        sizes = axes(self.options, context.workload.world_size)
+        sizes = mesh_axes(self.options, context.workload.world_size)
         mesh = device_mesh(sizes, device, "shard")
         model, names = sharded_later(context, masters=True)
         divided = divide_model(model, self.options, mesh, device)
@@ -206,8 +206,8 @@ class Fsdp(DividedStrategy):
             model,
             context,
             gradients=gradients,
-            layout=divided.layout(Sharded(ranks, device), model),
-            sums=divided.sums(model),
+            layout=divided.layout(ShardLayout(ranks, device), model),
+            sums=divided.partial_sums(model),
             join_logits=divided.whole_logits,
         )
 

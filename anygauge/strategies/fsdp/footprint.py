@@ -14,12 +14,12 @@ from anygauge.strategies.shared.flat import FlatSizes, not_flat
 from anygauge.strategies.shared.footprint import (
     Kinds,
     Sizes,
+    add_kinds,
     by_moment,
     item_size,
-    plus,
     rows_of,
     scale_bytes,
-    sent,
+    transfer,
     unique,
     update_made,
     weight_bytes,
@@ -27,8 +27,8 @@ from anygauge.strategies.shared.footprint import (
 from anygauge.strategies.shared.materialize import decoder_layers
 
 SAVED_WHOLES = 3
-"""Whole tensors that `Sharded.whole` has at once: what a gather gives out, a copy without what rows
-were filled up with, and the tensor before, which its caller has still."""
+"""Whole tensors that `ShardLayout.gather` has at once: what a gather gives out, a copy without what
+rows were filled up with, and the tensor before, which its caller has still."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,10 +100,10 @@ class _Shards:
         if self.flat is None:
             return self.every.part + self.every.frozen
         whole = weight_bytes(not_flat(self.size.model), self.size.workload.precision.param_dtype)
-        return self.trained.part + self.flat.pieces * self.size.compute + whole
+        return self.trained.part + self.flat.per_rank * self.size.compute + whole
 
     def in_step(self) -> dict[str, Kinds]:
-        """What is there beside what is always held.
+        """Count what is there beside what is always held.
 
         From torch's `FSDPParamGroup` and `foreach_all_gather`: weights come together in one tensor,
         and are copied out of it into each parameter's. In forward that tensor stays until the next
@@ -112,7 +112,7 @@ class _Shards:
         into a reduction is kept until the next group's gradients are there
         (`reduce_scatter_states`), and after a micro-batch that is not the last into the next one.
         """
-        size, root, several = self.size, self.root, self.size.several
+        size, root, several = self.size, self.root, self.size.accumulates
         largest = max(self.layers, key=lambda one: one.whole)
         at_once = self.options.gather == "step"
         together = 1 if self.ranks > 1 else 0  # alone, there is nothing that comes together
@@ -124,7 +124,7 @@ class _Shards:
         there = 0 if self.on_host else 1
         added = 0
         if several:
-            full = size.trained * size.reduce
+            full = size.num_trained * size.reduce
             added = there * self.trained.part if self.every_time else full
         waiting = root.reduced if several and self.every_time else 0
         done, one = there * (self.trained.part - root.part), there * largest.part
@@ -158,13 +158,13 @@ class _Shards:
         }
 
     def in_flat_step(self) -> dict[str, Kinds]:
-        """The same of `FlatLayers`.
+        """Count the same of `FlatLayers`.
 
         The group of what is trained is whole from the first forward on, and its gradients are
         reduced when backward is done.
         """
         size, group = self.size, self.trained
-        sums = size.trained * size.reduce if size.several else 0
+        sums = size.num_trained * size.reduce if size.accumulates else 0
         step = {at.GATHERED: 2 * group.whole, at.GRADIENTS: sums}
         return {
             **dict.fromkeys((at.BEGIN, at.FORWARD, at.LOSS), step),
@@ -176,7 +176,7 @@ class _Shards:
         }
 
     def traffic(self) -> tuple[Traffic, ...]:
-        """Of a step. FSDP2 waits for none of them at once."""
+        """Return the traffic of a step. FSDP2 waits for none of it at once."""
         size, layers, root = self.size, self.layers, self.root
         rank, turns = size.workload.rank, size.workload.accumulation
         gathered = turns * (2 * self.every.whole - root.whole)
@@ -186,8 +186,8 @@ class _Shards:
             gathered = self.every.whole
             gathers = len(layers) + 1
         elif self.flat is not None:
-            gathered = turns * (self.flat.gathered * size.compute + self.trained.whole)
-            gathers = turns * (self.flat.gathers + 1)
+            gathered = turns * (self.flat.num_gathered * size.compute + self.trained.whole)
+            gathers = turns * (self.flat.num_gathers + 1)
             groups = 1
         reductions = turns if self.every_time else 1
         reduced = reductions * self.trained.reduced
@@ -195,12 +195,12 @@ class _Shards:
         beside = range(first, first + self.ranks)
         replicas = range(rank % self.ranks, size.workload.world_size, self.ranks)
         return (
-            *sent("all_gather", beside, gathers, gathered),
-            *sent("reduce_scatter", beside, reductions * groups, reduced),
-            *sent("all_reduce", replicas, reductions * groups, reduced // self.ranks),
+            *transfer("all_gather", beside, gathers, gathered),
+            *transfer("reduce_scatter", beside, reductions * groups, reduced),
+            *transfer("all_reduce", replicas, reductions * groups, reduced // self.ranks),
         )
 
-    def copied(self) -> float:
+    def bytes_copied(self) -> float:
         """Bytes that a step copies: parts of weights before each gather, and sums to the host."""
         if not self.on_host:
             return 0.0
@@ -243,17 +243,17 @@ def fsdp_memory(options: FsdpOptions, ranks: int, size: Sizes, *, flat: bool) ->
     saved = {at.SAVED: SAVED_WHOLES * size.largest * size.master}
     made = update_made(workload, (rows_of(p, ranks) for p in size.parameters))
     update = {at.GRADIENTS: part, at.OPTIMIZER: made}
-    more = {**moments, at.SAVE: plus(moments[at.SAVE], saved)}
-    host = {at.SAVE: size.saved}
+    more = {**moments, at.SAVE: add_kinds(moments[at.SAVE], saved)}
+    host = {at.SAVE: size.to_save}
     if shards.on_host:
         there = {at.GRADIENTS: part}
-        in_step = there if size.several else {}
-        backward = {at.BACKWARD: there, at.END: there, at.UPDATE: update, at.SAVE: size.saved}
+        in_step = there if size.accumulates else {}
+        backward = {at.BACKWARD: there, at.END: there, at.UPDATE: update, at.SAVE: size.to_save}
         host = by_moment(own, 0, in_step, backward)
     else:
-        held, more = plus(held, own), {**more, at.UPDATE: update}
-    work = size.updated(count, own[at.OPTIMIZER], masters=False)
-    traffic, moved = shards.traffic(), shards.copied()
+        held, more = add_kinds(held, own), {**more, at.UPDATE: update}
+    work = size.update_traffic(count, own[at.OPTIMIZER], masters=False)
+    traffic, moved = shards.traffic(), shards.bytes_copied()
     copies = {"all_gather": 3.0, "reduce_scatter": 2.0}
     return MemoryEstimate(
         device=by_moment(held, 0, {}, {at.UPDATE: {}, **more}),

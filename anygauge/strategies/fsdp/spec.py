@@ -19,7 +19,7 @@ from anygauge.strategies.shared.degrees import (
     check_degrees,
     check_divides,
     check_model,
-    share,
+    rank_share,
 )
 
 IN_PARTS = {"clip_grad_norm": "each rank has only a part of the gradients"}
@@ -46,7 +46,7 @@ class FsdpOptions(Degrees):
     )
 
 
-def shards(options: FsdpOptions, world_size: int) -> int:
+def num_shards(options: FsdpOptions, world_size: int) -> int:
     """Ranks that hold the model together, those with other parts of the same sequences among them.
 
     Raises:
@@ -78,7 +78,7 @@ def check(run: StrategyRun) -> None:
     Raises:
         RunFileError: the degrees do not make up the ranks; or as `check_degrees`.
     """
-    shards(run.options, run.world_size)
+    num_shards(run.options, run.world_size)
     check_degrees(run, "fsdp")
 
 
@@ -90,7 +90,7 @@ FSDP = StrategySpec(
     options="anygauge.strategies.fsdp.spec:FsdpOptions",
     needs={"collectives": "FSDP gathers weights from all ranks"},
     engine="fsdp2",
-    share=share,
+    share=rank_share,
     unused_kernels=lambda o: IN_PARTS if o.offload == "none" else IN_PARTS | ON_THE_HOST,
     # The layout of DeepSpeed's MiCS, which DeepSpeed no longer has: each machine holds the model.
     shorthands={"mics": lambda nodes, devices: {"dp_replicate": nodes}},

@@ -35,7 +35,7 @@ from anygauge.strategies.pipeline.stage import (
     stages_at,
 )
 from anygauge.strategies.shared.common import torch_dtype, trained_parameters
-from anygauge.strategies.shared.degrees import Degrees, axes
+from anygauge.strategies.shared.degrees import Degrees, mesh_axes
 from anygauge.strategies.shared.exchanges import device_mesh, group_along
 from anygauge.strategies.shared.finite import propagate_nonfinite
 from anygauge.strategies.shared.gradients import LocalGradients
@@ -95,7 +95,7 @@ class PipelineEngine(TorchEngine):
         self._batches, self._loss_function, self._sums = batches, loss_function, {}
         self._factor = self._scale.factor / normalizer
         turns = torch.arange(len(batches))
-        schedule = self._schedule(self._take(0, None)["input_ids"].shape, len(batches))
+        schedule = self._schedule(self._to_device(0, None)["input_ids"].shape, len(batches))
         first, last = self._stages[0] in self._mine, self._stages[-1] in self._mine
         schedule.step(
             *((turns,) if first else ()),
@@ -152,26 +152,26 @@ class PipelineEngine(TorchEngine):
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""
         self.model.eval()
-        shape = self._between(batch["input_ids"].shape)
+        shape = self._hidden_shape(batch["input_ids"].shape)
         given: Any = None
         for part in self._mine:
             before = self._ranks[part.index - 1]
-            if not part.begins and before != self._place:
+            if not part.is_first and before != self._place:
                 given = torch.empty(shape, dtype=self._dtype, device=self._device)
                 receive(given, self._group, before)
-            given = self._pipeline.call(part, None if part.begins else given, batch)
-            if not part.ends and (after := self._ranks[part.index + 1]) != self._place:
+            given = self._pipeline.call(part, None if part.is_first else given, batch)
+            if not part.is_last and (after := self._ranks[part.index + 1]) != self._place:
                 send(given, self._group, after)
         self._graph.mark_step(Phase.FORWARD)
-        return given if self._mine[-1].ends else None
+        return given if self._mine[-1].is_last else None
 
-    def _between(self, shape: Sequence[int]) -> tuple[int, ...]:
+    def _hidden_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """The shape of what stages hand on of a micro-batch (B, T): of this rank's positions."""
         rows, length = shape
         options = self._options
         return rows, length // (options.tp if options.sequence_parallel else 1), self._hidden
 
-    def _take(self, number: int, part: StagePart | None) -> DeviceBatch:
+    def _to_device(self, number: int, part: StagePart | None) -> DeviceBatch:
         """A micro-batch on the device; kept until this rank's last stage has had it."""
         if number not in self._taken:
             self._taken[number] = self._batches[number]
@@ -187,22 +187,22 @@ class PipelineEngine(TorchEngine):
         return propagate_nonfinite(loss, self._factor)
 
     def _schedule(self, shape: Sequence[int], count: int) -> Any:
-        """For micro-batches of a shape, (B, T)."""
+        """Make the schedule for micro-batches of a shape, (B, T)."""
         key = (*shape, count)
         if key not in self._schedules:
             hidden = torch.empty(
-                self._between(shape), dtype=self._dtype, device="meta", requires_grad=True
+                self._hidden_shape(shape), dtype=self._dtype, device="meta", requires_grad=True
             )
             turn = torch.empty(1, dtype=torch.int64, device="meta")
             loss = torch.empty((), device="meta", requires_grad=True)
             stages = [
                 pipelining.PipelineStage(
-                    Stage(self._pipeline, part, self._take, self._loss),
+                    Stage(self._pipeline, part, self._to_device, self._loss),
                     part.index,
                     part.count,
                     self._device,
-                    input_args=turn if part.begins else hidden,
-                    output_args=loss if part.ends else hidden,
+                    input_args=turn if part.is_first else hidden,
+                    output_args=loss if part.is_last else hidden,
                     group=self._group,
                 )
                 for part in self._mine
@@ -222,7 +222,7 @@ class PipelineEngine(TorchEngine):
 def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     """This rank's stages on the opened device; the rest of the model stays on meta."""
     device = context.workload.backend.placement.device
-    mesh = device_mesh(axes(options, context.workload.world_size), device)
+    mesh = device_mesh(mesh_axes(options, context.workload.world_size), device)
     group = mesh.get_group("pipeline")
     model, names = sharded_later(context)
     divided = divide_model(model, options, mesh, device)
@@ -237,12 +237,12 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
     ]
     trained = [parameter for _, parameter in trained_parameters(model)]
     shared = [at for at, p in enumerate(trained) if sum(id(p) in ids for ids in owners) > 1]
-    sums = divided.sums(model)
+    sums = divided.partial_sums(model)
     if (replicas := group_along(mesh, "data")) is not None:
         # Ranks with the same stages, which read other rows.
         own = [at for at, p in enumerate(trained) if not p.is_meta]
         sums.append((own, replicas))
-    ends = _ends(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
+    ends = _end_group(mesh, rank_of_stage(len(stages) - 1, options)) if shared else None
     if ends is not None:
         sums.append((shared, ends))
     dtype = torch_dtype(context.workload.precision.reduce_dtype)
@@ -254,12 +254,12 @@ def build_pipeline(context: BuildContext, options: Degrees) -> PipelineEngine:
         group,
         gradients=lambda trained: StageGradients(trained, dtype),
         sums=sums,
-        layout=Staged(divided.layout(TensorLayout(), model), owners, trained, group, device),
+        layout=StageLayout(divided.layout(TensorLayout(), model), owners, trained, group, device),
         join_logits=divided.whole_logits,
     )
 
 
-def _ends(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
+def _end_group(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
     """The ranks of the first and the last stage in this rank's pipeline; None in between."""
     found = None
     for pair in mesh.mesh[[0, last]].reshape(2, -1).T.tolist():
@@ -273,7 +273,7 @@ def _ends(mesh: DeviceMesh, last: int) -> dist.ProcessGroup | None:
 # -- trained parameters, and their gradients, of a rank's stages -----------------------------------
 
 
-class Staged(GroupLayout):
+class StageLayout(GroupLayout):
     """A rank holds its stages' parameters whole, and nothing of others; see `TensorLayout`.
 
     A weight that the first and the last stage share counts on the first rank that has it.
@@ -315,13 +315,13 @@ class Staged(GroupLayout):
         counted = [
             part if counts else nothing for part, counts in zip(parts, self._counts, strict=True)
         ]
-        return scale_to(parts, self.square(counted).sqrt(), max_norm)
+        return scale_to(parts, self.grad_square(counted).sqrt(), max_norm)
 
-    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `TensorLayout.whole`; the first rank of the pipeline alone gets it."""
+    def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `TensorLayout.gather`; the first rank of the pipeline alone gets it."""
         owner = self._owner[id(parameter)]
         if self._place == owner:
-            whole = self._inner.whole(parameter, part)
+            whole = self._inner.gather(parameter, part)
             if owner != 0:
                 send(whole.to(self._device), self._group, 0)
             return whole
@@ -336,7 +336,7 @@ class Staged(GroupLayout):
 
 
 class StageGradients(LocalGradients):
-    """Those of a rank's stages, summed after the schedule; see `Gradients`.
+    """Sums the gradients of a rank's stages after the schedule; see `Gradients`.
 
     Backward of several micro-batches runs within one call of torch's, so each gradient is taken as
     soon as it is there, to be summed in its own type. A schedule that computes gradients of weights

@@ -16,9 +16,9 @@ from anygauge.strategies.shared.degrees import Degrees
 from anygauge.strategies.shared.footprint import (
     Sizes,
     by_moment,
-    numbers,
+    numel,
     scale_bytes,
-    sent,
+    transfer,
     unique,
     update_made,
     weight_bytes,
@@ -43,17 +43,17 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     trained = [p for p in held if p.requires_grad]
     weights = weight_bytes(held, workload.precision.param_dtype)
     weights += sum(scale_bytes(part) for part in parts)
-    state = round(numbers(trained) * workload.state_bytes)
+    state = round(numel(trained) * workload.state_bytes)
     own_masters = size.master != size.compute
-    masters = numbers(trained) * size.master if own_masters else 0
-    gradients = numbers(trained) * size.reduce
+    masters = numel(trained) * size.master if own_masters else 0
+    gradients = numel(trained) * size.reduce
     width = pipeline.causal.config.get_text_config().hidden_size
     length = math.ceil(workload.length / options.tp)
     if not options.sequence_parallel:
         length *= options.tp
     unit = int(workload.micro_batch * length * width * size.compute)
     # Of each stage, edges at which it receives: hidden states one way, their gradients the other.
-    edges = [(not part.begins) + (not part.ends) for part in mine]
+    edges = [(not part.is_first) + (not part.is_last) for part in mine]
     sends = sum(
         rank_of_stage(other, options) != place
         for part in mine
@@ -67,7 +67,7 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
         on_way = unit * sum(n * edge for n, edge in zip(done, edges, strict=True))
     # `PipelineStage.backward_one_chunk`: the first stage alone has all of backward at once.
     # `stage_backward_input` leaves gradients with its buffers until the next step begins.
-    apart = [schedule == "zero_bubble" and not part.begins for part in mine]
+    apart = [schedule == "zero_bubble" and not part.is_first for part in mine]
     received = sum(edges) * count * unit
     after = {at.BUFFERS: received + unit * count * sum(apart)}
     # `StageGradients` adds each gradient to its sum as soon as it is there.
@@ -77,7 +77,7 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
     ends = [{id(p): p for p in pipeline.part(stages[end]).parameters()} for end in (0, -1)]
     shared = 0
     if last != 0 and place in (0, last):
-        shared = numbers(p for key, p in ends[0].items() if key in ends[1] and p.requires_grad)
+        shared = numel(p for key, p in ends[0].items() if key in ends[1] and p.requires_grad)
     replicas = range(place * rows, (place + 1) * rows)
     message = (gradients if rows > 1 else 0) or shared * size.reduce
     made = update_made(workload, (p.numel() for p in trained))
@@ -99,22 +99,22 @@ def pipeline_memory(options: Degrees, workload: Workload) -> MemoryEstimate:
                 at.SAVE: {**after, at.SAVED: size.largest * size.master if place == 0 else 0},
             },
         ),
-        host={at.SAVE: size.saved},
+        host={at.SAVE: size.to_save},
         traffic=(
-            *sent("send", pair, sends * count, sends * count * unit, waited=True),
-            *sent("all_reduce", replicas, 1, gradients, waited=True),
-            *sent("all_reduce", (row, last * rows + row), 1, shared * size.reduce, waited=True),
+            *transfer("send", pair, sends * count, sends * count * unit, waited=True),
+            *transfer("all_reduce", replicas, 1, gradients, waited=True),
+            *transfer("all_reduce", (row, last * rows + row), 1, shared * size.reduce, waited=True),
         ),
         stages=tuple(
             HeldLayers(part.first, part.end, max(1, n), one)
             for part, n, one in zip(mine, at_once, apart, strict=True)
         ),
-        other_bytes=size.updated(numbers(trained), state),
+        other_bytes=size.update_traffic(numel(trained), state),
     )
 
 
 def in_flight(schedule: str, place: int, ranks: int, count: int) -> tuple[int, ...]:
-    """Of each stage of the rank at a place of `ranks`, the micro-batches that it has at once.
+    """Count the micro-batches that each stage of the rank at a place of `ranks` has at once.
 
     At the last moment of a step of `count` at which they are most, by the order of torch's schedule
     of that name: from then on, each forward follows a backward. Backward of a micro-batch is that

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from anygauge.interface import DeviceBatch, UnsupportedError
 from anygauge.strategies.shared.degrees import Degrees, stages_per_rank
-from anygauge.strategies.shared.footprint import numbers
+from anygauge.strategies.shared.footprint import numel
 from anygauge.strategies.shared.materialize import causal_of, decoder_layers, decoder_of
 from anygauge.util.text import first_line
 
@@ -37,12 +37,12 @@ class StagePart:
     end: int
 
     @property
-    def begins(self) -> bool:
+    def is_first(self) -> bool:
         """Whether it has the embedding."""
         return self.index == 0
 
     @property
-    def ends(self) -> bool:
+    def is_last(self) -> bool:
         """Whether it has the output layer, and makes the loss."""
         return self.index == self.count - 1
 
@@ -59,19 +59,19 @@ def stage_parts(model: nn.Module, options: Degrees) -> list[StagePart]:
     """
     causal = causal_of(model)
     layers = list(decoder_layers(decoder_of(causal)))
-    costs = [numbers(layer.parameters()) for layer in layers]
+    costs = [numel(layer.parameters()) for layer in layers]
     head = causal.get_output_embeddings()
-    last = 0 if head is None else numbers(head.parameters()) // options.tp
+    last = 0 if head is None else numel(head.parameters()) // options.tp
     count = options.pp * stages_per_rank(options)
-    ends = cut(costs, count, last)
+    ends = split_costs(costs, count, last)
     return [
         StagePart(index, count, first, end)
         for index, (first, end) in enumerate(zip([0, *ends], ends, strict=False))
     ]
 
 
-def cut(costs: Sequence[int], count: int, last: int = 0) -> list[int]:
-    """Where each of `count` neighbouring parts ends, none of them empty.
+def split_costs(costs: Sequence[int], count: int, last: int = 0) -> list[int]:
+    """Divide neighbouring layers into `count` parts, none of them empty; returns their ends.
 
     The largest sum of costs is the least that there is; of equal ones, the first part is smallest.
 
@@ -107,12 +107,12 @@ def rank_of_stage(index: int, options: Degrees) -> int:
 
 
 def stages_at(stages: Sequence[StagePart], options: Degrees, place: int) -> list[StagePart]:
-    """Those of the rank at a place in its pipeline."""
+    """Return the stages of the rank at a place in its pipeline."""
     return [part for part in stages if rank_of_stage(part.index, options) == place]
 
 
-class Passed(nn.Module):
-    """In place of a layer: returns what it is given, in the form in which the layer would.
+class SkippedLayer(nn.Module):
+    """Stands in for a layer: returns its input, in the form in which the layer would.
 
     Args:
         result: of the stage before, in place of that.
@@ -126,7 +126,7 @@ class Passed(nn.Module):
         self.result = result
 
     def __getattr__(self, name: str) -> Any:
-        """What decoders read off a layer, such as its kind of attention."""
+        """Return what decoders read off a layer, such as its kind of attention."""
         return getattr(self.__dict__["layer"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -135,8 +135,8 @@ class Passed(nn.Module):
         return (hidden_states,) if self.as_tuple else hidden_states
 
 
-class Through(nn.Module):
-    """In place of a module after the layers, or of one that may not be there.
+class IdentityAfter(nn.Module):
+    """Stands in for a module after the layers, or for one that may not be there.
 
     Args:
         note: called with it.
@@ -174,15 +174,15 @@ class PipelineModel:
                 f"not in one. {REMEDY}"
             )
         self._list = names[0]
-        self._as_tuple, self.after = self._tried()
+        self._as_tuple, self.after = self._probe_layers()
 
     def part(self, part: StagePart) -> nn.ModuleList:
         """The modules whose parameters belong to a stage."""
         layers = self.layers[part.first : part.end]
         found = list(layers)
-        if part.begins:
+        if part.is_first:
             found.append(self.causal.get_input_embeddings())
-        if part.ends:
+        if part.is_last:
             found += [self.decoder.get_submodule(name) for name in self.after]
             head = self.causal.get_output_embeddings()
             found += [] if head is None else [head]
@@ -200,32 +200,32 @@ class PipelineModel:
         if hidden is not None:
             ids = inputs.pop("input_ids")
             inputs["inputs_embeds"] = hidden
-            if not part.begins:
+            if not part.is_first:
                 # Decoders make masks of all positions by it, and give it to the first layer.
                 before, width = hidden, hidden.shape[-1]
                 inputs["inputs_embeds"] = hidden.new_zeros(()).expand(*ids.shape, width)
-        with self._having(part, before):
-            if part.ends:
+        with self._with_layers(part, before):
+            if part.is_last:
                 return self.model(**inputs)
             inputs.pop("shift_labels", None)
             return self.decoder(**inputs).last_hidden_state
 
     @contextlib.contextmanager
-    def _having(self, part: StagePart, before: Tensor | None) -> Iterator[None]:
+    def _with_layers(self, part: StagePart, before: Tensor | None) -> Iterator[None]:
         """Other stages' layers are passed by; recomputation calls layers alone, not the list."""
         layers = [
             layer
             if part.first <= at < part.end
-            else Passed(layer, self._as_tuple, before if at == part.first - 1 else None)
+            else SkippedLayer(layer, self._as_tuple, before if at == part.first - 1 else None)
             for at, layer in enumerate(self.layers)
         ]
         changes: dict[str, nn.Module] = {self._list: nn.ModuleList(layers)}
-        if not part.ends:
-            changes |= {name: Through() for name in self.after}
-        with _replaced(self.decoder, changes):
+        if not part.is_last:
+            changes |= {name: IdentityAfter() for name in self.after}
+        with _swap_children(self.decoder, changes):
             yield
 
-    def _tried(self) -> tuple[bool, list[str]]:
+    def _probe_layers(self) -> tuple[bool, list[str]]:
         """Whether layers return tuples, and what is called after them."""
         hidden = torch.linspace(-1.0, 1.0, 2 * 4 * 8).reshape(2, 4, 8)
         self.decoder.train()  # dropout in every stage would show
@@ -239,9 +239,9 @@ class PipelineModel:
             called: list[str] = []
             entered: list[Tensor] = []
             stand_ins: dict[str, nn.Module] = {
-                name: Through(functools.partial(called.append, name)) for name in others
+                name: IdentityAfter(functools.partial(called.append, name)) for name in others
             }
-            layers = [Passed(layer, as_tuple) for layer in self.layers]
+            layers = [SkippedLayer(layer, as_tuple) for layer in self.layers]
             layers[0].register_forward_pre_hook(
                 lambda _, args, kwargs, entered=entered: entered.append(
                     args[0] if args else kwargs["hidden_states"]
@@ -252,7 +252,7 @@ class PipelineModel:
             try:
                 with (
                     torch.no_grad(),
-                    _replaced(self.decoder, {**stand_ins, self._list: nn.ModuleList(layers)}),
+                    _swap_children(self.decoder, {**stand_ins, self._list: nn.ModuleList(layers)}),
                 ):
                     output = self.decoder(
                         inputs_embeds=hidden,
@@ -276,7 +276,7 @@ class PipelineModel:
 
 
 @contextlib.contextmanager
-def _replaced(module: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
+def _swap_children(module: nn.Module, children: Mapping[str, nn.Module]) -> Iterator[None]:
     """Other children for a while; names of parameters outside of it stay what they are."""
     kept = {name: module._modules[name] for name in children}
     module._modules.update(children)
@@ -308,7 +308,7 @@ class Stage(nn.Module):
         self.part = part
         self._take = take
         self._loss = loss
-        self._starts = part.begins and not any(p.requires_grad for p in self.own.parameters())
+        self._starts = part.is_first and not any(p.requires_grad for p in self.own.parameters())
 
     def forward(self, x: Tensor, turn: Tensor) -> Tensor:
         """Args:
@@ -317,13 +317,13 @@ class Stage(nn.Module):
         """
         number = int(turn)
         inputs = self._take(number, self.part)
-        hidden = None if self.part.begins else x
+        hidden = None if self.part.is_first else x
         if self._starts:
             # A stage's backward needs a way, also where nothing is trained before.
             hidden = self._pipeline.causal.get_input_embeddings()(inputs["input_ids"])
             hidden.requires_grad_()
         found = self._pipeline.call(self.part, hidden, inputs)
-        return self._loss(number, found) if self.part.ends else found
+        return self._loss(number, found) if self.part.is_last else found
 
 
 def stage_parameter_ids(model: PipelineModel, parts: Sequence[StagePart]) -> set[int]:

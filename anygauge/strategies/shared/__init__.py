@@ -1,1 +1,1 @@
-"""What engines share; a strategy of another distribution may import all of it."""
+"""Parts that engines share; a strategy of another distribution may import all of them."""

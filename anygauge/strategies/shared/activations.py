@@ -1,4 +1,4 @@
-"""What layers keep between forward and backward lies in the host's memory meanwhile.
+"""Keeps in the host's memory what layers need between forward and backward.
 
 Autograd hands each tensor that it keeps to a pair of hooks. A storage goes to the host once,
 however many tensors are views of it, and comes back once. Copies are made in the order of the
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from anygauge.interface import HOST_DEVICE, Placement
 from anygauge.strategies.shared.materialize import decoder_layers
 
-SMALLEST = 1024
+MIN_BYTES = 1024
 """Bytes; what is smaller is not worth a copy. That of torchtune and TRL."""
 
 
@@ -46,7 +46,7 @@ class HostBuffers:
         self.made += 1
         return torch.empty(rounded, dtype=torch.uint8, pin_memory=self.pinned)
 
-    def give(self, buffer: Tensor) -> None:
+    def give_back(self, buffer: Tensor) -> None:
         """Take a buffer back."""
         self._free.setdefault(buffer.numel(), []).append(buffer)
 
@@ -78,7 +78,7 @@ class _Stored:
     def __del__(self) -> None:
         # Not counted in `unpack`: whoever retains a graph unpacks more than once.
         if hasattr(self, "_buffer"):
-            self._buffers.give(self._buffer)
+            self._buffers.give_back(self._buffer)
 
 
 class Offload:
@@ -95,7 +95,7 @@ class Offload:
         self._stored: WeakValueDictionary[tuple[Any, ...], _Stored] = WeakValueDictionary()
         self._weights: set[int] = set()
 
-    def around(self, layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrap(self, layer: nn.Module, call: Callable[..., Any]) -> Callable[..., Any]:
         """`call` of a layer: what autograd keeps of it goes to the host."""
 
         @functools.wraps(call)
@@ -104,7 +104,7 @@ class Offload:
                 return call(*args, **kwargs)
             # Now: an engine that shards weights has gathered those of this layer.
             self._weights = {
-                plain.untyped_storage()._cdata for p in layer.parameters() for plain in _plain(p)
+                plain.untyped_storage()._cdata for p in layer.parameters() for plain in _parts_of(p)
             }
             with saved_tensors_hooks(self._pack, lambda packed: packed()):
                 return call(*args, **kwargs)
@@ -112,7 +112,7 @@ class Offload:
         return offloaded
 
     def _pack(self, tensor: Tensor) -> Callable[[], Tensor]:
-        """What gives a tensor that autograd keeps back to it."""
+        """Pack a tensor that autograd keeps; returns what gives it back."""
         if isinstance(tensor, nn.Parameter):
             return lambda: tensor
         if is_traceable_wrapper_subclass(tensor):
@@ -120,7 +120,7 @@ class Offload:
         storage = tensor.untyped_storage()
         if (
             tensor.device != self._device
-            or storage.nbytes() < SMALLEST
+            or storage.nbytes() < MIN_BYTES
             or storage._cdata in self._weights
             # Of an engine that gathers weights one by one, within the layer.
             or isinstance(tensor._base, nn.Parameter)
@@ -140,7 +140,7 @@ class Offload:
         )
 
     def _pack_parts(self, tensor: Any) -> Callable[[], Tensor]:
-        """Of a tensor made of others, such as a DTensor."""
+        """Pack a tensor made of others, such as a DTensor."""
         kind, shape, stride = type(tensor), tensor.shape, tensor.stride()
         names, context = tensor.__tensor_flatten__()
         parts = {name: self._pack(getattr(tensor, name)) for name in names}
@@ -153,11 +153,11 @@ class Offload:
         return back
 
 
-def _plain(tensor: Any) -> Iterator[Tensor]:
+def _parts_of(tensor: Any) -> Iterator[Tensor]:
     """The tensors that one is made of; of most, itself."""
     if is_traceable_wrapper_subclass(tensor):
         for name in tensor.__tensor_flatten__()[0]:
-            yield from _plain(getattr(tensor, name))
+            yield from _parts_of(getattr(tensor, name))
     else:
         yield tensor
 
@@ -170,7 +170,7 @@ def offload_activations(model: nn.Module, placement: Placement) -> Offload:
         if getattr(layer, "gradient_checkpointing", False):
             # Outside of the recomputed part, of which torch itself keeps the inputs alone.
             again = layer._gradient_checkpointing_func
-            layer._gradient_checkpointing_func = offload.around(layer, again)
+            layer._gradient_checkpointing_func = offload.wrap(layer, again)
         else:
-            layer.forward = offload.around(layer, layer.forward)
+            layer.forward = offload.wrap(layer, layer.forward)
     return offload

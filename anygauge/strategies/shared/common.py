@@ -26,7 +26,7 @@ def trained_parameters(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
     return [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
 
-def floating(model: nn.Module) -> list[nn.Parameter]:
+def float_parameters(model: nn.Module) -> list[nn.Parameter]:
     """Parameters that are numbers to compute with, not codes of them."""
     return [p for p in model.parameters() if p.is_floating_point()]
 
@@ -60,8 +60,8 @@ def logits_of(model: nn.Module, backend: Backend, batch: DeviceBatch) -> Tensor:
     return logits
 
 
-def prepare(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
-    """Have layers recompute their activations, mark their graphs and be compiled, as asked for."""
+def prepare_layers(model: nn.Module, context: BuildContext, *, reentrant: bool = False) -> None:
+    """Have layers recompute their activations, mark their graphs and be compiled, as configured."""
     context.factory.checkpoint_activations(model, reentrant=reentrant)
     mark_recomputation(model, context.workload.backend.graph)
     compile_regions(model, context.workload.backend)
@@ -95,10 +95,10 @@ def mark_recomputation(model: nn.Module, graph: Graph) -> None:
         return
     layers: list[Any] = [m for m in model.modules() if getattr(m, "gradient_checkpointing", False)]
     for layer in layers:
-        layer._gradient_checkpointing_func = _marking(layer._gradient_checkpointing_func, graph)
+        layer._gradient_checkpointing_func = _mark(layer._gradient_checkpointing_func, graph)
 
 
-def _marking(checkpoint: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
+def _mark(checkpoint: Callable[..., Any], graph: Graph) -> Callable[..., Any]:
     """torch's checkpointing, in either form, of a function whose second call is in backward."""
 
     def checkpointed(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -131,7 +131,7 @@ WITHOUT_FP8 = Fp8Contexts(contextlib.nullcontext, contextlib.nullcontext)
 def fp8_contexts(
     model: nn.Module, context: BuildContext, *, reentrant: bool = False
 ) -> Fp8Contexts:
-    """Have the backend convert a model, if the run asks for it, before an engine takes it.
+    """Have the backend convert a model, if the run sets it, before an engine takes it.
 
     The output layer stays as it is: the loss multiplies with its weight, chunk by chunk, and calls
     no layer. Backward has a context where layers are computed again in it, as the products of both

@@ -71,7 +71,7 @@ CANNOT_COMBINE: Mapping[tuple[str, str], tuple[str, str]] = {
 """Pairs of fields, or of a strategy and a field -> why they cannot be, and what to use instead."""
 
 
-def axes(options: Any, world_size: int) -> dict[str, int]:
+def mesh_axes(options: Any, world_size: int) -> dict[str, int]:
     """The axes of the mesh of all ranks, the outermost first, and how many ranks are along each.
 
     Ranks that send each other most are neighbours: those of a layer, then those of a sequence, then
@@ -89,7 +89,7 @@ def axes(options: Any, world_size: int) -> dict[str, int]:
 
 
 def in_words(options: Degrees) -> str:
-    """For a strategy's description."""
+    """Describe the degrees for a strategy's description."""
     words = ""
     if options.pp > 1:
         words += f", {options.pp} stages ({options.schedule or '1f1b'})"
@@ -101,7 +101,7 @@ def in_words(options: Degrees) -> str:
     return words
 
 
-def share(options: Any, rank: int, world_size: int) -> Share:
+def rank_share(options: Any, rank: int, world_size: int) -> Share:
     """Which rows, and which part of them, a rank reads."""
     cp, tp, pp = options.cp, options.tp, options.pp
     if world_size % (cp * tp * pp):  # refused elsewhere

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 
 def device_mesh(sizes: Mapping[str, int], device: torch.device, *kept: str) -> DeviceMesh:
-    """All ranks along the axes that have several, or are to be kept; see `degrees.axes`."""
+    """All ranks along the axes that have several, or are to be kept; see `degrees.mesh_axes`."""
     used = {name: size for name, size in sizes.items() if size > 1 or name in kept}
     return init_device_mesh(device.type, tuple(used.values()), mesh_dim_names=tuple(used))
 
@@ -26,7 +26,7 @@ def group_along(mesh: DeviceMesh | None, axis: str) -> dist.ProcessGroup | None:
 
 @dataclass(frozen=True, slots=True)
 class CountedGroup:
-    """In place of a process group, for a plan: nothing is sent, and what is received is undefined.
+    """Stands in for a process group in a plan: sends nothing, and receives undefined values.
 
     Attributes:
         size, rank: how many ranks it stands for, and which of them this one is.
@@ -77,36 +77,36 @@ def sum_over_group(part: Tensor, group: Group) -> Tensor:
     return total
 
 
-def place(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Where this rank's part lies in a dimension that all ranks have, as a view."""
+def own_slice(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """Return this rank's part of a dimension that all ranks have, as a view."""
     each = whole.shape[dim] // size_of(group)
     return whole.narrow(dim, rank_in(group) * each, each)
 
 
 def split_dim(whole: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's part of a dimension that all ranks have."""
-    return place(whole, group, dim).contiguous()
+    return own_slice(whole, group, dim).contiguous()
 
 
-def _same(x: Tensor, group: Group, *_: int) -> Tensor:
+def _identity(x: Tensor, group: Group, *_: int) -> Tensor:
     return x.view_as(x)
 
 
-def _alone(part: Tensor, group: Group, dim: int) -> Tensor:
+def _zero_others(part: Tensor, group: Group, dim: int) -> Tensor:
     """Zero in others' parts of a dimension."""
     shape = list(part.shape)
     shape[dim] *= size_of(group)
     whole = part.new_zeros(shape)
-    place(whole, group, dim).copy_(part)
+    own_slice(whole, group, dim).copy_(part)
     return whole
 
 
-def _own_alone(whole: Tensor, group: Group, dim: int) -> Tensor:
-    return _alone(place(whole, group, dim), group, dim)
+def _split_own(whole: Tensor, group: Group, dim: int) -> Tensor:
+    return _zero_others(own_slice(whole, group, dim), group, dim)
 
 
-def _exchanged(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
-    """One dimension is divided over ranks, and another put together."""
+def _all_to_all(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
+    """Divide one dimension over ranks, and put another together."""
     sent = torch.stack(x.chunk(size_of(group), dim=divide)).contiguous()
     received = torch.empty_like(sent)
     if not isinstance(group, CountedGroup):
@@ -114,8 +114,8 @@ def _exchanged(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
     return torch.cat(received.unbind(0), dim=join)
 
 
-def _exchanged_back(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
-    return _exchanged(x, group, join, divide)
+def _all_to_all_back(x: Tensor, group: Group, divide: int, join: int) -> Tensor:
+    return _all_to_all(x, group, join, divide)
 
 
 GATHER, SCATTER, EXCHANGE = "gather", "scatter", "exchange"
@@ -127,19 +127,19 @@ _OPERATIONS: Mapping[str, tuple[Callable[..., Tensor], Callable[..., Tensor]]] =
     # Sum over ranks, each of which keeps its part of a dimension; gradients are gathered.
     SCATTER: (reduce_scatter_dim, gather_dim),
     # The sum over ranks; the gradient, which all of them have, passes.
-    SUM: (sum_over_group, _same),
+    SUM: (sum_over_group, _identity),
     # The same for each rank, which does its part with it; gradients are summed over ranks.
-    SUM_GRADIENT: (_same, sum_over_group),
+    SUM_GRADIENT: (_identity, sum_over_group),
     # The whole -> this rank's part of a dimension; each rank has all of the gradient.
     OWN: (split_dim, gather_dim),
     # Likewise; the gradient is zero in others' parts.
-    OWN_ALONE: (split_dim, _alone),
+    OWN_ALONE: (split_dim, _zero_others),
     # The same; of the gradient, which all ranks have, each keeps its part of a dimension.
-    OWN_GRADIENT: (_same, _own_alone),
+    OWN_GRADIENT: (_identity, _split_own),
     # Parts of a dimension -> the whole; of the gradient, which all ranks have, each takes its.
     REJOIN: (gather_dim, split_dim),
     # Divide one dimension over ranks and put another together; backward does the reverse.
-    EXCHANGE: (_exchanged, _exchanged_back),
+    EXCHANGE: (_all_to_all, _all_to_all_back),
 }
 
 

@@ -52,7 +52,7 @@ class FlatLayers:
         self._group, self._otherwise = group, otherwise
         self._rank, ranks = dist.get_rank(group), dist.get_world_size(group)
         layers = list(decoder_layers(model))
-        frozen = [_frozen(layer) for layer in layers]
+        frozen = [_frozen_of(layer) for layer in layers]
         dtype = frozen[0][0].dtype
         self._lengths = [_piece(of_layer, ranks) for of_layer in frozen]
         self._pieces = [torch.zeros(n, dtype=dtype, device=device) for n in self._lengths]
@@ -81,7 +81,7 @@ class FlatLayers:
         model.register_forward_pre_hook(self._start)
 
     @property
-    def held(self) -> int:
+    def num_bytes(self) -> int:
         """Bytes of this rank's pieces."""
         return sum(piece.nbytes for piece in self._pieces)
 
@@ -90,7 +90,7 @@ class FlatLayers:
 
     def rows(self, parameter: Tensor) -> tuple[slice, ...] | None:
         """Rows of a parameter, some of whose elements this rank holds; None: it holds none."""
-        start, end = self._own(parameter)
+        start, end = self._own_range(parameter)
         if start >= end:
             return None
         if parameter.dim() == 0:
@@ -98,9 +98,9 @@ class FlatLayers:
         row = max(1, parameter[0].numel())
         return (slice(start // row, -(-end // row)), *[slice(0, n) for n in parameter.shape[1:]])
 
-    def keep(self, parameter: Tensor, rows: Tensor) -> None:
-        """Take what this rank holds of a parameter from the rows that `rows` asked for."""
-        start, end = self._own(parameter)
+    def store(self, parameter: Tensor, rows: Tensor) -> None:
+        """Take what this rank holds of a parameter from the rows that `rows` named."""
+        start, end = self._own_range(parameter)
         layer, first = self._places[id(parameter)]
         row = parameter[0].numel() if parameter.dim() else 1
         skipped = start - start // max(1, row) * row
@@ -108,7 +108,7 @@ class FlatLayers:
         piece = self._pieces[layer][at : at + end - start]
         piece.copy_(rows.reshape(-1)[skipped : skipped + end - start])
 
-    def _own(self, parameter: Tensor) -> tuple[int, int]:
+    def _own_range(self, parameter: Tensor) -> tuple[int, int]:
         """First and last element of a parameter that this rank holds."""
         layer, begins = self._places[id(parameter)]
         first = self._rank * self._lengths[layer] - begins
@@ -129,7 +129,7 @@ class FlatLayers:
                     real = nn.Parameter(view.data, requires_grad=False)
                     made[id(parameter)] = real
                     self._places[id(real)] = index, start
-                    start += _aligned(parameter)
+                    start += _padded(parameter)
                 module._parameters[name] = made[id(parameter)]
 
     def _start(self, *_: Any) -> None:
@@ -142,7 +142,7 @@ class FlatLayers:
 
     def _enter(self, index: int, *_: Any) -> None:
         self._inside.add(index)
-        self._need(index)
+        self._fetch(index)
 
     def _leave(self, index: int, module: nn.Module, args: Any, output: Any) -> None:
         self._inside.discard(index)
@@ -152,7 +152,7 @@ class FlatLayers:
 
     def _enter_backward(self, index: int, gradient: Tensor) -> None:
         self._backward = True
-        self._need(index)
+        self._fetch(index)
 
     def _check(self, index: int, name: str, *_: Any) -> None:
         # What is recomputed in backward may be a layer's forward without the layer's call.
@@ -164,7 +164,7 @@ class FlatLayers:
                 "use strategy.name: ddp"
             )
 
-    def _need(self, index: int) -> None:
+    def _fetch(self, index: int) -> None:
         """A layer is about to be computed: have its weights here, the next one's on their way."""
         self._gather(index)
         handle, self._handles[index % BUFFERS] = self._handles[index % BUFFERS], None
@@ -214,31 +214,31 @@ class FlatSizes:
 
     @classmethod
     def of(cls, model: nn.Module, ranks: int) -> FlatSizes:
-        """Those of a model, real or on the meta device."""
-        pieces = [_piece(_frozen(layer), ranks) for layer in decoder_layers(model)]
+        """Return the sizes of a model, real or on the meta device."""
+        pieces = [_piece(_frozen_of(layer), ranks) for layer in decoder_layers(model)]
         return cls([ranks * piece for piece in pieces], ranks)
 
     @property
-    def pieces(self) -> int:
-        """That a rank holds."""
+    def per_rank(self) -> int:
+        """Elements that a rank holds."""
         return sum(self.lengths) // self.ranks
 
     @property
     def buffers(self) -> int:
-        """In which layers come together."""
+        """Elements of the buffers in which layers come together."""
         return BUFFERS * max(self.lengths)
 
     @property
-    def gathers(self) -> int:
-        """In a forward and a backward, once there was a turn before them.
+    def num_gathers(self) -> int:
+        """Gathers in a forward and a backward, once there was a turn before them.
 
         The first layers are there from the backward before, the last ones from the forward.
         """
         return 2 * max(0, len(self.lengths) - BUFFERS)
 
     @property
-    def gathered(self) -> int:
-        """By these."""
+    def num_gathered(self) -> int:
+        """Elements that these gathers give."""
         kept = min(BUFFERS, len(self.lengths))
         return sum(self.lengths[kept:]) + sum(self.lengths[: len(self.lengths) - kept])
 
@@ -249,22 +249,22 @@ def not_flat(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if id(p) not in inside and not p.requires_grad]
 
 
-def _frozen(layer: nn.Module) -> list[nn.Parameter]:
+def _frozen_of(layer: nn.Module) -> list[nn.Parameter]:
     return [p for p in layer.parameters() if not p.requires_grad]
 
 
 def _piece(parameters: Sequence[nn.Parameter], ranks: int) -> int:
     """Elements that a rank holds of a layer's."""
-    return -(-sum(map(_aligned, parameters)) // (ranks * ALIGNED)) * ALIGNED
+    return -(-sum(map(_padded, parameters)) // (ranks * ALIGNED)) * ALIGNED
 
 
-def _aligned(parameter: Tensor) -> int:
+def _padded(parameter: Tensor) -> int:
     """Elements that a parameter takes."""
     return -(-parameter.numel() // ALIGNED) * ALIGNED
 
 
 def _numbers_of_lists(model: nn.Module, layers: Sequence[nn.Module]) -> list[int]:
-    """For each layer the number of the module list that it is in."""
+    """Number each layer by the module list that it is in."""
     lists = [m for m in model.modules() if isinstance(m, nn.ModuleList)]
     at = {id(layer): number for number, one in enumerate(lists) for layer in one}
     return [at[id(layer)] for layer in layers]

@@ -41,7 +41,7 @@ def unique(parameters: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     return list({id(p): p for p in parameters}.values())
 
 
-def numbers(parameters: Iterable[nn.Parameter]) -> int:
+def numel(parameters: Iterable[nn.Parameter]) -> int:
     """How many numbers parameters hold; a tied one is counted once."""
     return sum(p.numel() for p in unique(parameters))
 
@@ -92,7 +92,7 @@ class Sizes:
 
     @classmethod
     def of(cls, workload: Workload) -> Sizes:
-        """Those of a run; its skeleton is an adapted model."""
+        """Return a run's sizes; its skeleton is an adapted model."""
         model, precision = workload.skeleton, workload.precision
         assert model is not None, "an estimate is made from the model"
         trained = unique(p for p in model.parameters() if p.requires_grad)
@@ -103,24 +103,24 @@ class Sizes:
             if not isinstance(module, nn.Embedding)
             for p in module.parameters(recurse=False)
         }
-        embedding = numbers(p for p in trained if id(p) not in read)
+        embedding = numel(p for p in trained if id(p) not in read)
         last = [p.numel() for p in unique(layers[-1].parameters()) if p.requires_grad]
-        in_layers = numbers(p for one in layers for p in one.parameters() if p.requires_grad)
+        in_layers = numel(p for one in layers for p in one.parameters() if p.requires_grad)
         return cls(
             workload=workload,
             model=model,
             compute=item_bytes(precision.param_dtype),
             reduce=item_bytes(precision.reduce_dtype),
             parameters=tuple(trained),
-            head=numbers(trained) - in_layers - embedding,
+            head=numel(trained) - in_layers - embedding,
             layer=sum(last) - max(last, default=0),
             embedding=embedding,
         )
 
     @property
-    def trained(self) -> int:
+    def num_trained(self) -> int:
         """Numbers that are trained."""
-        return numbers(self.parameters)
+        return numel(self.parameters)
 
     @property
     def largest(self) -> int:
@@ -128,20 +128,20 @@ class Sizes:
         return max((p.numel() for p in self.parameters), default=0)
 
     @property
-    def several(self) -> bool:
+    def accumulates(self) -> bool:
         """Whether a step has several micro-batches, the gradients of which are added up."""
         return self.workload.accumulation > 1
 
     @property
-    def saved(self) -> dict[str, int]:
-        """What rank 0 has in the host's memory when it saves: every trained tensor, whole.
+    def to_save(self) -> dict[str, int]:
+        """What rank 0 holds in the host's memory when it saves: every trained tensor, whole.
 
         `Engine.export_trained` gives them all at once; one more is on its way.
         """
-        whole = (self.trained + self.largest) * self.master
+        whole = (self.num_trained + self.largest) * self.master
         return {at.SAVED: whole if self.workload.rank == 0 else 0}
 
-    def updated(self, count: int, state: int, *, masters: bool = True) -> float:
+    def update_traffic(self, count: int, state: int, *, masters: bool = True) -> float:
         """What a rank reads and writes in a step of so many trained numbers beside the model.
 
         Gradients are added to their sums, their norm is taken, they are scaled, and the optimizer
@@ -173,7 +173,7 @@ def update_made(workload: Workload, sizes: Iterable[int]) -> int:
 # -- estimates -------------------------------------------------------------------------------------
 
 
-def plus(*several: Kinds) -> dict[str, int]:
+def add_kinds(*several: Kinds) -> dict[str, int]:
     """The bytes of each kind together."""
     found: defaultdict[str, int] = defaultdict(int)
     for kinds in several:
@@ -197,12 +197,12 @@ def by_moment(
     beside = {**dict.fromkeys(IN_STEP, step), at.EVALUATION: rest, at.SAVE: rest, **more}
     loaded = {**held, at.OPTIMIZER: masters}
     return {
-        at.LOAD: plus(loaded, beside.pop(at.LOAD, {})),
-        **{moment: plus(held, kinds) for moment, kinds in beside.items()},
+        at.LOAD: add_kinds(loaded, beside.pop(at.LOAD, {})),
+        **{moment: add_kinds(held, kinds) for moment, kinds in beside.items()},
     }
 
 
-def sent(
+def transfer(
     operation: str, group: Sequence[int], times: float, size: float, *, waited: bool = False
 ) -> tuple[Traffic, ...]:
     """What a rank gives to one collective in a step; nothing where it is alone."""
@@ -213,7 +213,7 @@ def sent(
 
 
 def memory_of(strategy: Strategy, workload: Workload) -> MemoryEstimate:
-    """What a strategy's planner says, or that of a rank that is alone where it has none."""
+    """Return the planner's estimate, or that of a rank that is alone where there is no planner."""
     planner: StrategyPlanner | None = getattr(strategy, "planner", None)
     if planner is None:
         return whole_memory(workload, replicas=1)
@@ -246,7 +246,7 @@ class EstimatedStrategy:
 def whole_memory(
     workload: Workload, *, replicas: int | None = None, sum_bytes: int | None = None
 ) -> MemoryEstimate:
-    """Of a rank whose gradients are those of `LocalGradients`, or of `SummedOverRanks`.
+    """Estimate a rank whose gradients are those of `LocalGradients`, or of `SummedOverRanks`.
 
     Args:
         replicas: ranks that DDP makes replicas of; None: all of them.
@@ -254,35 +254,35 @@ def whole_memory(
     """
     size, dtype = Sizes.of(workload), workload.precision.param_dtype
     replicas = replicas or workload.world_size
-    masters = size.trained * size.master if size.compute != size.master else 0
-    state = round(size.trained * workload.state_bytes)
-    gradients = size.trained * (sum_bytes or size.reduce)
+    masters = size.num_trained * size.master if size.compute != size.master else 0
+    state = round(size.num_trained * workload.state_bytes)
+    gradients = size.num_trained * (sum_bytes or size.reduce)
     held = {
         at.WEIGHTS: weight_bytes(size.model.parameters(), dtype) + scale_bytes(size.model),
         at.OPTIMIZER: masters + state,
     }
     if replicas > 1:
         # With `gradient_as_bucket_view`, DDP's Reducer keeps a place for each gradient.
-        held[at.BUFFERS] = size.trained * size.compute
-    sums = gradients if size.several else 0
+        held[at.BUFFERS] = size.num_trained * size.compute
+    sums = gradients if size.accumulates else 0
     one_type = size.compute == size.reduce
 
     def made(count: int) -> int:
         """Bytes of gradients where backward has made so many."""
-        if replicas == 1 or size.several:
+        if replicas == 1 or size.accumulates:
             return sums + count * size.compute
         # A bucket is summed in a copy of another type, see `SummedOverRanks._reduce`.
         return 0 if one_type else count * size.reduce
 
-    collect = made(size.trained)
-    if replicas == 1 and not size.several and not one_type:
+    collect = made(size.num_trained)
+    if replicas == 1 and not size.accumulates and not one_type:
         # `LocalGradients.collect` converts them one after another.
         collect = max(collect, gradients) + size.largest * min(size.compute, size.reduce)
     # In the update each gets the masters' type; `Tensor.to` makes nothing of what has it.
     summed = 0 if replicas > 1 and one_type else gradients
-    again = 0 if size.reduce == size.master else size.trained * size.master
+    again = 0 if size.reduce == size.master else size.num_trained * size.master
     beside = max(update_made(workload, (p.numel() for p in size.parameters)), again and summed)
-    reductions = max(1, round(size.trained * size.compute / BUCKET))
+    reductions = max(1, round(size.num_trained * size.compute / BUCKET))
     return MemoryEstimate(
         device=by_moment(
             held,
@@ -290,12 +290,12 @@ def whole_memory(
             {at.GRADIENTS: sums},
             {
                 at.BACKWARD: {at.GRADIENTS: made(size.head + size.layer)},
-                at.END: {at.GRADIENTS: made(size.trained - size.embedding)},
+                at.END: {at.GRADIENTS: made(size.num_trained - size.embedding)},
                 at.COLLECT: {at.GRADIENTS: collect},
                 at.UPDATE: {at.GRADIENTS: again or summed, at.OPTIMIZER: beside},
             },
         ),
-        host={at.SAVE: size.saved},
-        traffic=sent("all_reduce", range(replicas), reductions, size.trained * size.reduce),
-        other_bytes=size.updated(size.trained, state),
+        host={at.SAVE: size.to_save},
+        traffic=transfer("all_reduce", range(replicas), reductions, size.num_trained * size.reduce),
+        other_bytes=size.update_traffic(size.num_trained, state),
     )

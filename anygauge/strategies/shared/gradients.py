@@ -1,4 +1,4 @@
-"""Where a step's gradients are added up, and when they are summed over ranks."""
+"""Adds up a step's gradients, and decides when ranks sum them."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torch import Tensor, nn
 class Gradients:
     """The gradients of one step, for one engine."""
 
-    def during(self, last: bool) -> AbstractContextManager[None]:
-        """Around forward and backward of a micro-batch; `last` of the step."""
+    def micro_batch(self, last: bool) -> AbstractContextManager[None]:
+        """Enclose forward and backward of a micro-batch; `last` of the step."""
         return contextlib.nullcontext()
 
     def collect(self) -> None:
-        """After backward of each micro-batch."""
+        """Collect gradients after backward of each micro-batch."""
 
     def take(self) -> list[Tensor | None]:
         """This rank's part of the sums over all ranks, one for each trained parameter.

@@ -21,7 +21,7 @@ class Cut:
     count: int
 
     def place(self, size: int) -> slice:
-        """Where it lies in a dimension of `size`."""
+        """Return where the part lies in a dimension of `size`."""
         each = size // self.count
         return slice(self.index * each, (self.index + 1) * each)
 
@@ -37,7 +37,7 @@ class TensorLayout:
         """The whole shape of a parameter, trained or not."""
         return tuple(parameter.shape)
 
-    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+    def grad_square(self, parts: Sequence[nn.Parameter]) -> Tensor:
         """The sum of squares of the gradients of some parts, over all ranks; ()."""
         return local_square(parts)
 
@@ -47,9 +47,9 @@ class TensorLayout:
         Returns:
             The norm before, (), the same on every rank.
         """
-        return scale_to(parts, self.square(parts).sqrt(), max_norm)
+        return scale_to(parts, self.grad_square(parts).sqrt(), max_norm)
 
-    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+    def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
         """Put together a tensor of which each rank has such a part as of `parameter`.
 
         Every rank must call it.
@@ -77,14 +77,14 @@ class GroupLayout(TensorLayout):
         self._device = device
         self._inner = inner or TensorLayout()
 
-    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `TensorLayout.square`."""
-        square = self._inner.square(parts).to(self._device)
+    def grad_square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `TensorLayout.grad_square`."""
+        square = self._inner.grad_square(parts).to(self._device)
         dist.all_reduce(square, group=self._group)
         return square
 
 
-class Whole(TensorLayout):
+class WholeLayout(TensorLayout):
     """Every rank holds everything.
 
     Args:

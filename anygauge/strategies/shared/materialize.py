@@ -59,7 +59,7 @@ def decoder_layers(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def owners_of(model: nn.Module) -> list[list[tuple[nn.Module, str]]]:
-    """For each parameter the modules that have it, and its name there; a tied one has several."""
+    """Map each parameter to its modules, and its name there; a tied one has several."""
     found: dict[int, list[tuple[nn.Module, str]]] = {}
     for module in model.modules():
         for name, parameter in module.named_parameters(recurse=False):

@@ -22,7 +22,7 @@ BLOCK = 256
 _AUXILIARY = ("absmax", "qmap")
 
 
-def prime(optimizer: Any, parameters: Iterable[Tensor], step: Callable[[], Any]) -> None:
+def make_state(optimizer: Any, parameters: Iterable[Tensor], step: Callable[[], Any]) -> None:
     """Have an optimizer make its state, which it does in its first step.
 
     One step at rate 0 with gradients of zero moves nothing: whatever is in the state afterwards
@@ -86,7 +86,7 @@ def import_plain(
     Args:
         part: (name, a whole tensor of that parameter) -> what the optimizer has of it.
     """
-    prime(optimizer, [p for _, p in named], optimizer.step)
+    make_state(optimizer, [p for _, p in named], optimizer.step)
     with torch.no_grad():
         for name, parameter in named:
             parameter.copy_(part(name, state.tensor(name, PARAMETER)))
@@ -99,7 +99,7 @@ def import_plain(
 def export_plain(
     optimizer: Any, named: Sequence[tuple[str, nn.Parameter]], device: torch.device
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Of parameters that it holds whole: (name, key, tensor), copied to `device`."""
+    """Export the state of parameters that it holds whole: (name, key, tensor), on `device`."""
     for name, parameter in named:
         yield name, PARAMETER, parameter.detach().to(device, torch.float32, copy=True)
         kept = optimizer.state.get(parameter, {})

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard
 
 from anygauge.interface import BuildContext, ModelFactory
-from anygauge.strategies.shared.common import floating, prepare, torch_dtype
+from anygauge.strategies.shared.common import float_parameters, prepare_layers, torch_dtype
 from anygauge.strategies.shared.flat import FlatLayers
 from anygauge.strategies.shared.layout import Cut, GroupLayout
 from anygauge.strategies.shared.materialize import owners_of, units
 
 
-class Sharded(GroupLayout):
+class ShardLayout(GroupLayout):
     """Parameters are DTensors, which show their whole shapes; see `TensorLayout`."""
 
     def local(self, parameter: nn.Parameter) -> nn.Parameter:
@@ -24,8 +24,8 @@ class Sharded(GroupLayout):
         assert isinstance(parameter, DTensor)
         return nn.Parameter(parameter.to_local().detach())
 
-    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `TensorLayout.whole`."""
+    def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `TensorLayout.gather`."""
         assert isinstance(parameter, DTensor)
         whole: Tensor = DTensor.from_local(
             part.to(self._device),
@@ -43,7 +43,7 @@ class Sharded(GroupLayout):
 
 
 def part_of(parameter: Tensor, cut: Cut | None = None) -> tuple[slice, ...]:
-    """Where this rank's part of a DTensor lies in the whole; of a plain tensor, all of it.
+    """Return where this rank's part of a DTensor lies in the whole; of a plain tensor, all of it.
 
     Args:
         cut: made before, of which the tensor is a part.
@@ -83,10 +83,10 @@ def sharded_later(
     """
     dtype = torch_dtype(context.workload.precision.param_dtype)
     model, names = context.factory.adapted_on_meta()
-    for parameter in floating(model):
+    for parameter in float_parameters(model):
         is_master = masters and parameter.requires_grad
         parameter.data = parameter.data.to(torch.float32 if is_master else dtype)
-    prepare(model, context, reentrant=reentrant)
+    prepare_layers(model, context, reentrant=reentrant)
     return model, names
 
 
@@ -142,7 +142,7 @@ def fill(
             for name, value in factory.values(skeleton, path, wanted).items():
                 parameter = at[adapted[f"{path}.{name}" if path else name]]
                 if flat is not None and parameter in flat:
-                    flat.keep(parameter, value)
+                    flat.store(parameter, value)
                     continue
                 local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
                 local.copy_(value)

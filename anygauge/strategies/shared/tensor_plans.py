@@ -142,7 +142,7 @@ def check_model_divides(options: Any, config: Any) -> None:
 
 
 def _sizes(text: Any, plan: Mapping[str, str]) -> dict[str, Any]:
-    """What ranks share evenly, by its name: a number, or something else where there is none."""
+    """Map what ranks share evenly to its size: a number, or something else where there is none."""
     blocks = {layer.split(".")[-2] for layer, style in plan.items() if style == COLUMNS}
     attention = {block for block in blocks if "att" in block}
     sizes: dict[str, Any] = {}

@@ -38,7 +38,7 @@ from anygauge.strategies.shared.common import (
 )
 from anygauge.strategies.shared.finite import FiniteSteps, propagate_nonfinite
 from anygauge.strategies.shared.gradients import Gradients, LocalGradients, sum_at
-from anygauge.strategies.shared.layout import TensorLayout, Whole
+from anygauge.strategies.shared.layout import TensorLayout, WholeLayout
 from anygauge.strategies.shared.optimizer_state import (
     import_plain,
     state_keys,
@@ -83,7 +83,7 @@ class TorchEngine:
         self._join_logits = join_logits
         self._graph = context.workload.backend.graph
         self._backend = context.workload.backend
-        self._layout = layout or Whole(context.clip_grad_norm)
+        self._layout = layout or WholeLayout(context.clip_grad_norm)
         self._fp8 = fp8_contexts(model, context)
         self._trained = trained_parameters(model)
         held = [self._layout.local(p) for _, p in self._trained]
@@ -117,7 +117,7 @@ class TorchEngine:
         factor = self._scale.factor / normalizer
         sums = []
         for index in range(len(batches)):
-            with self._gradients.during(last=index == len(batches) - 1):
+            with self._gradients.micro_batch(last=index == len(batches) - 1):
                 with self._fp8.forward():
                     outputs = self._call(**batches[index])
                 self._graph.mark_step(Phase.FORWARD)
@@ -169,7 +169,7 @@ class TorchEngine:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
         found: dict[str, Tensor] = {}
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
-            whole = self._layout.whole(parameter, master.detach())
+            whole = self._layout.gather(parameter, master.detach())
             if self._writes:
                 found[name] = whole.to(HOST_DEVICE, copy=True)
         return found
@@ -180,8 +180,8 @@ class TorchEngine:
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
             state = self._optimizer.state.get(master, {})
             for key in (PARAMETER, *keys):
-                part = master.detach() if key == PARAMETER else _unpacked(state, key, master)
-                whole = self._layout.whole(parameter, part)
+                part = master.detach() if key == PARAMETER else _unpack(state, key, master)
+                whole = self._layout.gather(parameter, part)
                 host = whole.to(HOST_DEVICE, torch.float32, copy=True) if self._writes else None
                 yield name, key, host
 
@@ -211,7 +211,7 @@ class TorchEngine:
         self._gradients.import_rank_state(tensors)
 
     def close(self) -> None:
-        """Nothing is held that Python does not free."""
+        """Do nothing: Python frees all that the engine holds."""
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
@@ -222,7 +222,7 @@ class TorchEngine:
 
     @property
     def _named_masters(self) -> list[tuple[str, nn.Parameter]]:
-        """Of parts that are not empty, which no optimizer needs to see."""
+        """Return the parts that are not empty; no optimizer needs to see the others."""
         return [
             (name, m)
             for (name, _), m in zip(self._trained, self._masters, strict=True)
@@ -230,12 +230,12 @@ class TorchEngine:
         ]
 
     def _state_keys(self) -> list[str]:
-        """Of the tensors that the optimizer keeps for each parameter; none before it stepped."""
+        """List the tensors that the optimizer keeps for each parameter; none before it stepped."""
         states = (self._optimizer.state.get(m) for _, m in self._named_masters)
         return next((state_keys(state) for state in states if state), [])
 
 
-def _unpacked(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
+def _unpack(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:
     """One tensor of an optimizer's state, laid out as its master; an empty part has none."""
     return to_float32(state, key) if state else torch.empty_like(master)
 
@@ -273,7 +273,7 @@ class LossScale:
         return False
 
     def counters(self, updates: int) -> Counters:
-        """With the optimizer's updates."""
+        """Return the counters with the optimizer's updates."""
         if not self.enabled:
             return Counters(updates=updates)
         return Counters(updates=updates, loss_scale=self.value, good_steps=self.good_steps)

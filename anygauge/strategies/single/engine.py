@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from anygauge.interface import BuildContext
-from anygauge.strategies.shared.common import prepare, torch_dtype
+from anygauge.strategies.shared.common import prepare_layers, torch_dtype
 from anygauge.strategies.shared.footprint import EstimatedStrategy
 from anygauge.strategies.shared.materialize import materialize
 from anygauge.strategies.shared.torch_engine import TorchEngine
@@ -40,5 +40,5 @@ def build_whole(context: BuildContext) -> nn.Module:
         dtype=torch_dtype(context.workload.precision.param_dtype),
     )
     model = context.factory.adapt(model)
-    prepare(model, context)
+    prepare_layers(model, context)
     return model

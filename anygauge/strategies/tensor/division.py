@@ -147,8 +147,8 @@ def divide(model: nn.Module, count: int, index: int) -> Division:
                 if first is not None:
                     cut(first, "weight", 1)
                 (divided if mixture_of is None else mixture_of).rows.append(module)
-        divided.whole.extend(_whole(divided))
-        inside |= _inside(divided, names, cuts, causal.config, styles, paths)
+        divided.whole.extend(_whole_blocks(divided))
+        inside |= _names_inside(divided, names, cuts, causal.config, styles, paths)
         layers.append(divided)
     embedding = causal.get_input_embeddings()
     if not _may_be_cut(causal, embedding, count):
@@ -172,7 +172,7 @@ def _factors(module: Any, name: str) -> tuple[nn.Module, nn.Module | None, nn.Mo
     return base, module.lora_A[adapter], module.lora_B[adapter]
 
 
-def _whole(divided: DividedLayer) -> list[nn.Module]:
+def _whole_blocks(divided: DividedLayer) -> list[nn.Module]:
     """Blocks without a divided layer; norms have vectors alone, and take positions one by one."""
     parts = {id(module) for module in (*divided.entries, *divided.rows)}
     return [
@@ -190,7 +190,7 @@ def _divide_heads(module: nn.Module, count: int) -> None:
             setattr(module, name, number // count)
 
 
-def _inside(
+def _names_inside(
     divided: DividedLayer,
     names: Mapping[int, str],
     cuts: Mapping[str, Cut],
@@ -209,7 +209,7 @@ def _inside(
     # A row layer's own bias is added to the sum.
     biases = {id(getattr(row, "base_layer", row)) for row in divided.rows}
     mixed = {id(module) for mixture in divided.mixtures for module in mixture.block.modules()}
-    factors = {name for mixture in divided.mixtures for name in mixture.whole(names)}
+    factors = {name for mixture in divided.mixtures for name in mixture.whole_names(names)}
     found: set[str] = set()
     for part in (*divided.entries, *divided.rows):
         for module in part.modules():
@@ -238,7 +238,7 @@ def _may_be_cut(causal: Any, embedding: Any, count: int) -> bool:
 def partial_gradients(
     model: nn.Module, division: Division, options: Degrees, names: Sequence[str]
 ) -> list[bool]:
-    """Of trained parameters: whether what a rank finds as the gradient is a part of a sum.
+    """Tell which trained parameters get only a part of the gradient on a rank.
 
     Whole are those of parameters that every rank uses alike, and those of a rank's own parts.
     """
@@ -249,7 +249,7 @@ def partial_gradients(
     layers = {id(m) for layer in decoder_layers(decoder) for m in layer.modules()}
     begin = next(n for n, module in enumerate(modules) if id(module) in layers)
     # An embedding and what stands beside it come first in every known plan's decoder.
-    before = {id(p) for m in modules[:begin] for p in m.parameters() if not _holds(m, layers)}
+    before = {id(p) for m in modules[:begin] for p in m.parameters() if not _contains(m, layers)}
     head = {id(p) for p in causal.get_output_embeddings().parameters()}
     found = []
     for name in names:
@@ -265,5 +265,5 @@ def partial_gradients(
     return found
 
 
-def _holds(module: nn.Module, layers: set[int]) -> bool:
+def _contains(module: nn.Module, layers: set[int]) -> bool:
     return any(id(inner) in layers for inner in module.modules())

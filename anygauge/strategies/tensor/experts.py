@@ -21,7 +21,7 @@ WHOLE_PARTS = ("gate", "router", "shared_expert_gate", "expert_bias")
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """One block.
+    """One block of experts.
 
     Attributes:
         block: the router, experts, and shared ones.
@@ -33,7 +33,7 @@ class Mixture:
     experts: nn.Module
     rows: list[Any] = field(default_factory=list)
 
-    def whole(self, names: Mapping[int, str]) -> Iterator[str]:
+    def whole_names(self, names: Mapping[int, str]) -> Iterator[str]:
         """Names of parameters that every rank has and applies to its part of the sum.
 
         Args:

@@ -13,10 +13,10 @@ from torch import nn
 
 from anygauge.interface import HeldLayers, MemoryEstimate, Workload
 from anygauge.interface import estimate as at
-from anygauge.strategies.context.context_parallel import neighbours
+from anygauge.strategies.context.context_parallel import group_ranks
 from anygauge.strategies.shared.common import trained_parameters
 from anygauge.strategies.shared.degrees import Degrees
-from anygauge.strategies.shared.footprint import Sizes, item_bytes, plus, rows_of, sent
+from anygauge.strategies.shared.footprint import Sizes, add_kinds, item_bytes, rows_of, transfer
 from anygauge.strategies.shared.materialize import causal_of
 from anygauge.strategies.shared.tensor_plans import all_positions_after
 from anygauge.strategies.tensor.division import DividedLayer, Division, divide, partial_gradients
@@ -51,9 +51,9 @@ def tensor_memory(
         for (_, p), part in zip(trained, partial, strict=True)
         if part and id(p) in held
     )
-    group = neighbours(workload.rank, options.tp)
+    group = group_ranks(workload.rank, options.tp)
     unit, calls = tensor_calls(options, workload, model, division, stages)
-    # `TensorParts.whole`: the parts of all ranks, and what is put together of them.
+    # `TensorParts.gather`: the parts of all ranks, and what is put together of them.
     kept = found.device[at.SAVE]
     saved = max(kept.get(at.SAVED, 0), 2 * whole.largest * whole.master)
     # `sum_at`: partial gradients are put into one message, which then takes their place, before an
@@ -72,20 +72,20 @@ def tensor_memory(
         device={
             **found.device,
             at.SAVE: {**kept, at.SAVED: saved},
-            at.UPDATE: plus(update, message),
+            at.UPDATE: add_kinds(update, message),
         },
-        host={**found.host, at.SAVE: {**found.host.get(at.SAVE, {}), **whole.saved}},
+        host={**found.host, at.SAVE: {**found.host.get(at.SAVE, {}), **whole.to_save}},
         traffic=(
             *beside,
-            *(one for c, n in calls.items() for one in sent(c, group, n, n * unit, waited=True)),
-            *sent("all_reduce", group, 1, sums, waited=True),
+            *(t for c, n in calls.items() for t in transfer(c, group, n, n * unit, waited=True)),
+            *transfer("all_reduce", group, 1, sums, waited=True),
         ),
     )
 
 
 @dataclass
 class Passes:
-    """Of one micro-batch: entries of blocks and ends of rows that are passed, each way.
+    """Counts for one micro-batch: entries of blocks and ends of rows that are passed, each way.
 
     A gradient flows back through those alone behind which something is trained.
     """
@@ -96,7 +96,7 @@ class Passes:
     back_rows: int = 0
     flows: bool = False
 
-    def through(self, layer: DividedLayer, recomputes: bool, parts: bool) -> None:
+    def add_layer(self, layer: DividedLayer, recomputes: bool, parts: bool) -> None:
         """Add one layer's; `parts`: between blocks a rank has its part of the positions."""
         blocks = list(_blocks(layer, parts))
         entries, rows = sum(begins for begins, _, _ in blocks), sum(ends for _, ends, _ in blocks)
@@ -112,12 +112,12 @@ class Passes:
         self.flows = self.flows or any(p.requires_grad for p in around)
         before = self.flows
         for begins, ends, parameters in blocks:
-            self.back_entries += begins if (before if _parallel(layer) else self.flows) else 0
+            self.back_entries += begins if (before if _is_parallel(layer) else self.flows) else 0
             self.flows = self.flows or any(p.requires_grad for p in parameters)
             self.back_rows += ends if self.flows else 0
 
 
-def _parallel(layer: DividedLayer) -> bool:
+def _is_parallel(layer: DividedLayer) -> bool:
     """Whether all blocks of a layer have the layer's own input."""
     norms = [m for m in layer.module.children() if "norm" in type(m).__name__.lower()]
     alone: bool = getattr(layer.module, "use_parallel_residual", len(norms) < len(layer.entries))
@@ -166,7 +166,7 @@ def tensor_calls(
         passes = Passes(flows=flows)
         for index in range(stage.first, stage.end):
             recomputes = workload.activations.recomputes(index)
-            passes.through(division.layers[index], recomputes, options.sequence_parallel)
+            passes.add_layer(division.layers[index], recomputes, options.sequence_parallel)
         if options.sequence_parallel:
             rejoined = last and all_positions_after(config) is not None
             times["all_gather"] += passes.entries + passes.back_rows + 2 * rejoined
@@ -180,7 +180,7 @@ def tensor_calls(
 
 
 def _parameters(model: nn.Module, division: Division, stage: HeldLayers) -> Iterator[nn.Parameter]:
-    """Of some layers, of the embedding if they are the first, of what follows if the last."""
+    """Select those of some layers; of the first, the embedding's too; of the last, the rest."""
     for layer in division.layers[stage.first : stage.end]:
         yield from layer.module.parameters()
     embedding = list(causal_of(model).get_input_embeddings().parameters())

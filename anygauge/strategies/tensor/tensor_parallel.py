@@ -84,17 +84,17 @@ class TensorParts(GroupLayout):
             shape[cut.dim] *= cut.count
         return tuple(shape)
 
-    def square(self, parts: Sequence[nn.Parameter]) -> Tensor:
-        """See `TensorLayout.square`; what every rank of the group has counts once."""
+    def grad_square(self, parts: Sequence[nn.Parameter]) -> Tensor:
+        """See `TensorLayout.grad_square`; what every rank of the group has counts once."""
         cut = [part for part, is_cut in zip(parts, self._cut, strict=True) if is_cut]
         whole = [part for part, is_cut in zip(parts, self._cut, strict=True) if not is_cut]
-        total = self._inner.square(cut).to(self._device)
+        total = self._inner.grad_square(cut).to(self._device)
         dist.all_reduce(total, group=self._group)
-        return total + self._inner.square(whole).to(self._device)
+        return total + self._inner.grad_square(whole).to(self._device)
 
-    def whole(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
-        """See `TensorLayout.whole`."""
-        mine = self._inner.whole(parameter, part).to(self._device)
+    def gather(self, parameter: nn.Parameter, part: Tensor) -> Tensor:
+        """See `TensorLayout.gather`."""
+        mine = self._inner.gather(parameter, part).to(self._device)
         cut = self._cuts.get(id(parameter))
         return mine if cut is None else gather_dim(mine, self._group, cut.dim)
 
@@ -127,7 +127,7 @@ class DividedModel:
         return {} if self.division is None else self.division.cuts
 
     def layout(self, inner: TensorLayout, model: nn.Module) -> TensorLayout:
-        """Of the whole model's tensors, where `inner` is that of the parts."""
+        """Return the layout of the whole model's tensors, where `inner` is that of the parts."""
         if self.division is None or self.group is None:
             return inner
         at = dict(model.named_parameters())
@@ -135,7 +135,7 @@ class DividedModel:
         trained = [parameter for _, parameter in trained_parameters(model)]
         return TensorParts(inner, cuts, trained, self.group, self.device)
 
-    def sums(self, model: nn.Module) -> list[tuple[list[int], dist.ProcessGroup]]:
+    def partial_sums(self, model: nn.Module) -> list[tuple[list[int], dist.ProcessGroup]]:
         """Places of trained parameters of whose gradients each rank has a part of the sum."""
         if self.division is None or self.group is None:
             return []
@@ -154,7 +154,7 @@ class DividedModel:
 def divide_model(
     model: nn.Module, options: Degrees, mesh: DeviceMesh | None, device: torch.device
 ) -> DividedModel:
-    """Give this rank its part of every layer or sequence, where the degrees ask for it.
+    """Give this rank its part of every layer or sequence, as the degrees say.
 
     Args:
         model: adapted; may be on meta.
@@ -163,13 +163,13 @@ def divide_model(
     division = None
     if (group := group_along(mesh, "tensor")) is not None:
         division = divide(model, options.tp, rank_in(group))
-        connect(model, division, options, group)
+        connect_ranks(model, division, options, group)
     elif (group := group_along(mesh, "context")) is not None:
         attend_in_parts(model, group, options.cp_method)
     return DividedModel(division, options, group, device)
 
 
-def connect(model: nn.Module, division: Division, options: Degrees, group: Group) -> None:
+def connect_ranks(model: nn.Module, division: Division, options: Degrees, group: Group) -> None:
     """Let a divided model compute what the whole one does, together with the group's ranks.
 
     With ``shift_labels`` it returns the loss of this rank's positions, without them their logits.
@@ -292,7 +292,7 @@ class DividedStrategy(EstimatedStrategy):
         options = self.options
         if options.tp > 1:
             group = CountedGroup(options.tp, workload.rank % options.tp)
-            connect(model, divide(model, group.size, group.rank), options, group)
+            connect_ranks(model, divide(model, group.size, group.rank), options, group)
         elif options.cp > 1:
             group = CountedGroup(options.cp, workload.rank % options.cp)
             attend_in_parts(model, group, options.cp_method)

@@ -72,7 +72,7 @@ class ModelSizes:
 
 
 def why_not_flat(options: ZeroOptions, workload: Workload, sizes: ModelSizes | None) -> str:
-    """What keeps a run of stage 3 from gathering frozen layers flat; "" where they are.
+    """Explain why a run of stage 3 does not gather frozen layers flat; "" where it does.
 
     Args:
         sizes: None before the model is known, which may keep it as well.

@@ -168,7 +168,7 @@ def gathered_by_peft(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
+def _replace(module: Any, name: str, value: Any) -> Iterator[None]:
     """Have DeepSpeed call another function of ours in place of its own."""
     own = getattr(module, name)
     setattr(module, name, value)
@@ -180,7 +180,7 @@ def _replaced(module: Any, name: str, value: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _gathered_one_by_one() -> Iterator[None]:
-    """Gather weights that are asked for together one after another.
+    """Gather weights one after another that peft requests together.
 
     Older versions wait for the last of several gathers alone. Where collectives are not queued on
     the device, the others may not have ended, and a norm would be taken of what was in memory.
@@ -197,7 +197,7 @@ def _gathered_one_by_one() -> Iterator[None]:
                 stack.enter_context(together([parameter], *args, **kwargs))
             yield
 
-    with _replaced(deepspeed.zero, "GatheredParameters", one_by_one):
+    with _replace(deepspeed.zero, "GatheredParameters", one_by_one):
         yield
 
 
@@ -216,7 +216,7 @@ def one_partition_group() -> Iterator[None]:
         if groups._ZERO_PARAM_INTRA_PARALLEL_GROUP is None:
             make(size)
 
-    with _replaced(groups, "_create_zero_param_parallel_group", once):
+    with _replace(groups, "_create_zero_param_parallel_group", once):
         yield
 
 
@@ -285,7 +285,7 @@ def synchronize_before_release(
         synchronize()
         release(param)
 
-    return _replaced(partition_parameters, "free_param", synchronized)
+    return _replace(partition_parameters, "free_param", synchronized)
 
 
 def leave_as_a_step_does(model: nn.Module) -> None:

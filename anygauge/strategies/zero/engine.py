@@ -213,8 +213,8 @@ class Zero(EstimatedStrategy):
         offload = "" if options.offload == "none" else f", {options.offload} offloaded{where}"
         self.description = f"zero, stage {options.stage}{offload}"
 
-    def _stage(self, workload: Workload) -> int:
-        """Which DeepSpeed has for a model; the description says who shards what from here on."""
+    def _stage_of(self, workload: Workload) -> int:
+        """Return DeepSpeed's stage for a model; from now on the description says who shards."""
         assert workload.skeleton is not None
         stage = stage_of(self.options, workload, ModelSizes.of(workload.skeleton))
         if stage != self.options.stage and not self.description.endswith(_FLAT):
@@ -229,7 +229,7 @@ class Zero(EstimatedStrategy):
 
     def memory(self, workload: Workload) -> MemoryEstimate:
         """See `StrategyPlanner.memory`."""
-        self._stage(workload)
+        self._stage_of(workload)
         return zero_memory(self.options, workload)
 
     def build(self, context: BuildContext) -> ZeroEngine:
@@ -237,9 +237,9 @@ class Zero(EstimatedStrategy):
         deepspeed = import_deepspeed(context.workload.backend)
         refuse_unserved_type(context.workload.precision.param_dtype)
         with one_partition_group():
-            return self._built(deepspeed, context)
+            return self._build(deepspeed, context)
 
-    def _built(self, deepspeed: Any, context: BuildContext) -> ZeroEngine:
+    def _build(self, deepspeed: Any, context: BuildContext) -> ZeroEngine:
         factory = context.factory
         skeleton = factory.adapt(factory.skeleton())
         workload = dataclasses.replace(context.workload, skeleton=skeleton)
@@ -250,13 +250,13 @@ class Zero(EstimatedStrategy):
         if self.options.nvme is not None:
             found = self.memory(workload)
             # A gradient in the masters' type stands beside each master.
-            size = found.held(at.LOAD, at.OPTIMIZER) + found.held(at.EVALUATION, at.OPTIMIZER)
+            size = sum(found.bytes_at(moment, at.OPTIMIZER) for moment in (at.LOAD, at.EVALUATION))
             swapped = folder_on_disk(self.options.nvme, size)
             config["zero_optimization"]["offload_optimizer"]["nvme_path"] = swapped.name
 
-        stage = self._stage(workload)
+        stage = self._stage_of(workload)
         if stage != self.options.stage:
-            model, fp8 = self._flat(context)
+            model, fp8 = self._flat_model(context)
         else:
             model, fp8 = self._by_deepspeed(deepspeed, context, config)
         buffers = buffers_of(model)
@@ -270,7 +270,7 @@ class Zero(EstimatedStrategy):
         restore_buffers(buffers)
         return ZeroEngine(engine, stage, context, swapped, fp8)
 
-    def _flat(self, context: BuildContext) -> tuple[nn.Module, Fp8Contexts]:
+    def _flat_model(self, context: BuildContext) -> tuple[nn.Module, Fp8Contexts]:
         """A model whose frozen layers are flat, and whose other weights are whole on each rank."""
         factory, device = context.factory, context.workload.backend.placement.device
         model, names = sharded_later(context, reentrant=self.options.reentrant)

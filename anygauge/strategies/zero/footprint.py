@@ -22,7 +22,7 @@ from anygauge.strategies.shared.footprint import (
     by_moment,
     item_size,
     scale_bytes,
-    sent,
+    transfer,
     unique,
     update_made,
     weight_bytes,
@@ -83,7 +83,7 @@ class Terms:
         settings = zero_settings(options, workload, sizes)
         stage = stage_of(options, workload, sizes)
         zero, ranks = as_config(settings)["zero_optimization"], workload.world_size
-        parts = {0: size.trained, 3: sum(of_ranks(p.numel(), ranks) for p in size.parameters)}
+        parts = {0: size.num_trained, 3: sum(of_ranks(p.numel(), ranks) for p in size.parameters)}
         return cls(
             options=options,
             size=size,
@@ -91,7 +91,7 @@ class Terms:
             flat=None if stage == options.stage else FlatSizes.of(size.model, ranks),
             zero=zero,
             bucket=int(zero.get("reduce_bucket_size", DEFAULT_BUCKET)),
-            part=parts.get(stage, of_ranks(size.trained, ranks)),
+            part=parts.get(stage, of_ranks(size.num_trained, ranks)),
         )
 
     @property
@@ -100,14 +100,14 @@ class Terms:
         return self.options.offload in ("optimizer", "both")
 
     @property
-    def plain(self) -> bool:
+    def is_plain(self) -> bool:
         """Whether torch's own optimizer is handed through: stage 0 in the masters' type."""
         return self.stage == 0 and self.size.compute == self.size.master
 
     @property
     def masters(self) -> int:
         """Bytes of a rank's copies of trained weights."""
-        return 0 if self.plain else self.part * self.size.master
+        return 0 if self.is_plain else self.part * self.size.master
 
     @property
     def state(self) -> int:
@@ -115,30 +115,30 @@ class Terms:
         return round(self.part * self.size.workload.state_bytes)
 
     @property
-    def widened(self) -> int:
+    def reduce_extra(self) -> int:
         """Bytes of a gradient's number in the type of reductions, where it is another one."""
         return self.size.reduce if self.size.reduce != self.size.compute else 0
 
-    def made(self, count: int) -> int:
+    def scratch(self, count: int) -> int:
         """Bytes that an update of so many numbers makes.
 
         DeepSpeed leaves an update out by itself: nothing is copied before.
         """
-        if self.plain:
+        if self.is_plain:
             return update_made(self.size.workload, (p.numel() for p in self.size.parameters))
         return round(count * max(0.0, self.size.workload.update_bytes - COPIED_BEFORE))
 
-    def updating(self, count: int) -> int:
+    def device_update(self, count: int) -> int:
         """Bytes beside gradients and state when so many numbers are updated on the device.
 
         Gradients are laid out as one vector, and get the masters' type.
         """
         size = self.size
         vector = size.reduce + (size.master if size.reduce != size.master else 0)
-        return max(count * vector, 0 if self.on_host else count * size.master + self.made(count))
+        return max(count * vector, 0 if self.on_host else count * size.master + self.scratch(count))
 
     @property
-    def saved(self) -> Kinds:
+    def to_save(self) -> Kinds:
         """Masters that are put together on a device: one, while the last is there.
 
         A part comes from the host before, if it is there.
@@ -149,7 +149,7 @@ class Terms:
         return {at.SAVED: (most + part) * self.size.master if self.stage else 0}
 
     @property
-    def updated(self) -> float:
+    def update_traffic(self) -> float:
         """Bytes that an update reads and writes: masters and state, gradients that are scaled and
         read, and weights that are copied."""
         size = self.size
@@ -159,7 +159,7 @@ class Terms:
     def on_the_host(self, always: Kinds, update: Kinds) -> dict[str, dict[str, int]]:
         """What an offloaded optimizer has there beside other things."""
         held = {**always, at.OPTIMIZER: self.masters + self.state}
-        return by_moment(held, self.masters, {}, {at.UPDATE: update, at.SAVE: self.size.saved})
+        return by_moment(held, self.masters, {}, {at.UPDATE: update, at.SAVE: self.size.to_save})
 
 
 def of_ranks(count: int, ranks: int) -> int:
@@ -172,7 +172,7 @@ def of_ranks(count: int, ranks: int) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Gradients:
-    """Of an engine whose ranks have all weights, in bytes.
+    """Gradients of an engine whose ranks have all weights, in bytes.
 
     Attributes:
         always: there from the first step on.
@@ -195,21 +195,21 @@ class _Gradients:
 
 def _gradients(terms: Terms) -> _Gradients:
     size, part, stage = terms.size, terms.part, terms.stage
-    compute, reduce, widened = size.compute, size.reduce, terms.widened
+    compute, reduce, widened = size.compute, size.reduce, terms.reduce_extra
     precision = size.workload.precision
     if stage == 0:
         # ``allreduce_no_retain`` of what autograd has summed: parameters until they are more than
         # 500 million numbers. An update has gradients in the masters' type beside those.
-        summed = size.trained * compute
-        at_once = min(size.trained, DEFAULT_BUCKET + size.largest)
-        update = summed + terms.masters + terms.made(part)
+        summed = size.num_trained * compute
+        at_once = min(size.num_trained, DEFAULT_BUCKET + size.largest)
+        update = summed + terms.masters + terms.scratch(part)
         exchanged = summed + at_once * compute
         return _Gradients(summed=summed, each=compute, exchanged=exchanged, update=update)
     if stage == 2:
         # A bucket in the compute type is copied, and in the type of sums again. What a rank keeps
         # of it is summed in a vector of that type, or stays in copies.
         summed = part * reduce
-        at_once = max(min(terms.bucket, size.trained), size.largest)
+        at_once = max(min(terms.bucket, size.num_trained), size.largest)
         beyond = size.largest * compute if size.largest > terms.bucket else 0
         return _Gradients(
             summed=summed,
@@ -217,17 +217,17 @@ def _gradients(terms: Terms) -> _Gradients:
             exchanged=summed + at_once * (compute + widened),
             update=max(
                 summed + NORM * min(size.largest, part),
-                (0 if widened else summed) + terms.updating(part),
+                (0 if widened else summed) + terms.device_update(part),
             ),
-            host=part * compute if size.several and not widened else 0,
+            host=part * compute if size.accumulates and not widened else 0,
         )
-    summed = size.trained * reduce
+    summed = size.num_trained * reduce
     of_types = (precision.param_dtype, precision.reduce_dtype) == ("bfloat16", "float32")
     if of_types and not terms.on_host:
         # ``BF16_Optimizer`` has all sums as one vector, and keeps autograd's gradients, which it
         # sets to zero; the vector is copied to be reduced.
-        always = summed + size.trained * compute
-        return _Gradients(always=always, exchanged=summed, update=terms.made(part))
+        always = summed + size.num_trained * compute
+        return _Gradients(always=always, exchanged=summed, update=terms.scratch(part))
     # All gradients are summed as they are, and go through a bucket at the end. Those of a rank's
     # part are copied, and laid out as one vector for the update.
     copied = part * compute
@@ -236,13 +236,13 @@ def _gradients(terms: Terms) -> _Gradients:
         each=reduce,
         bucket=terms.bucket * reduce,
         exchanged=summed + copied,
-        update=max(summed + copied + NORM * size.largest, copied + terms.updating(part)),
-        host=summed if size.several else 0,
+        update=max(summed + copied + NORM * size.largest, copied + terms.device_update(part)),
+        host=summed if size.accumulates else 0,
     )
 
 
 def replicated_memory(terms: Terms) -> MemoryEstimate:
-    """Of a run with stage 0, 1 or 2."""
+    """Estimate a run with stage 0, 1 or 2."""
     size, stage, part = terms.size, terms.stage, terms.part
     workload, found = size.workload, _gradients(terms)
     turns = workload.accumulation
@@ -253,16 +253,16 @@ def replicated_memory(terms: Terms) -> MemoryEstimate:
     weights = weight_bytes(size.model.parameters(), dtype)
     if flat is not None:
         weights = weight_bytes((*size.parameters, *not_flat(size.model)), dtype)
-        weights += flat.pieces * size.compute
+        weights += flat.per_rank * size.compute
     held = {
         at.WEIGHTS: weights + scale_bytes(size.model),
         at.GATHERED: 0 if flat is None else flat.buffers * size.compute,
         at.OPTIMIZER: 0 if terms.on_host else optimizer,
         at.BUFFERS: found.always + copied,
     }
-    step = {at.GRADIENTS: found.summed if size.several else 0}
-    overflows = size.trained > terms.bucket
-    first, most = size.head + size.layer, size.trained - size.embedding
+    step = {at.GRADIENTS: found.summed if size.accumulates else 0}
+    overflows = size.num_trained > terms.bucket
+    first, most = size.head + size.layer, size.num_trained - size.embedding
 
     def backward(count: int) -> Kinds:
         there = found.each * count
@@ -274,14 +274,14 @@ def replicated_memory(terms: Terms) -> MemoryEstimate:
     # ``initialize_optimizer_states`` has a gradient of each master; stage 0 makes an update.
     initial = 0 if terms.on_host or found.always else terms.masters
     if stage == 0:
-        initial += terms.state + terms.made(part)
+        initial += terms.state + terms.scratch(part)
     more = {
         at.LOAD: {at.GRADIENTS: initial},
         at.BACKWARD: backward(first),
         at.END: backward(most),
         at.COLLECT: collect,
         at.UPDATE: {at.GRADIENTS: found.update},
-        at.SAVE: terms.saved,
+        at.SAVE: terms.to_save,
         # All gradients go through a bucket meanwhile, where they are more than it.
         at.REDUCE: collect if stage == 2 and overflows else step,
     }
@@ -290,29 +290,29 @@ def replicated_memory(terms: Terms) -> MemoryEstimate:
         at.GRADIENTS: part * size.master + found.host,
         at.BUFFERS: (part + size.largest) * size.compute,
     }
-    host = {at.SAVE: size.saved}
+    host = {at.SAVE: size.to_save}
     if terms.on_host:
-        host = terms.on_the_host(there, {at.OPTIMIZER: terms.made(part)})
+        host = terms.on_the_host(there, {at.OPTIMIZER: terms.scratch(part)})
     # Stage 2 keeps a part of the gradients alone, so it reduces after each micro-batch.
     times = turns if stage == 2 else 1
-    summed = size.trained * size.reduce
+    summed = size.num_trained * size.reduce
     group = range(workload.world_size)
-    buckets = times * of_ranks(size.trained, terms.bucket)
-    gathers, gathered = 1, size.trained * size.compute
+    buckets = times * of_ranks(size.num_trained, terms.bucket)
+    gathers, gathered = 1, size.num_trained * size.compute
     if flat is not None:
-        gathers += turns * flat.gathers
-        gathered += turns * flat.gathered * size.compute
-    added = turns * size.trained * (size.compute + 2.0 * size.reduce)
+        gathers += turns * flat.num_gathers
+        gathered += turns * flat.num_gathered * size.compute
+    added = turns * size.num_trained * (size.compute + 2.0 * size.reduce)
     return MemoryEstimate(
         device=by_moment(held, 0 if terms.on_host else terms.masters, step, more),
         host=host,
         traffic=(
-            *sent("all_reduce", group, buckets, times * summed),
-            *(sent("all_gather", group, gathers, gathered) if stage else ()),
+            *transfer("all_reduce", group, buckets, times * summed),
+            *(transfer("all_gather", group, gathers, gathered) if stage else ()),
         ),
-        host_bytes=terms.updated if terms.on_host else 0.0,
+        host_bytes=terms.update_traffic if terms.on_host else 0.0,
         copied_bytes=part * (size.compute + size.master) if terms.on_host else 0.0,
-        other_bytes=added + times * 4.0 * summed + (0.0 if terms.on_host else terms.updated),
+        other_bytes=added + times * 4.0 * summed + (0.0 if terms.on_host else terms.update_traffic),
     )
 
 
@@ -383,13 +383,13 @@ class _Weights:
             + sum(any(p.numel() > below for p in m.parameters(by_layer)) for m in fetching),
         )
 
-    def whole(self, more: int) -> int:
-        """What is whole at once: what was fetched ahead, up to a limit, and what is needed now."""
+    def full(self, more: int) -> int:
+        """Count what is whole at once: what was fetched ahead, up to a limit, and is needed now."""
         return min(self.others, self.ahead + more)
 
 
 def sharded_memory(terms: Terms) -> MemoryEstimate:
-    """Of a run with stage 3.
+    """Estimate a run with stage 3.
 
     From the third micro-batch on DeepSpeed fetches weights ahead, and keeps what is used again
     soon, until so many are whole (``stage3_max_live_parameters``), beside what a module needs.
@@ -426,23 +426,24 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     in_step = {
         # A unit is whole before it is divided; each trained weight, to put its hooks on.
         at.LOAD: having(max(weights.layer, weights.embedding, size.largest * size.compute)),
-        at.BEGIN: having(weights.whole(0)),
-        at.FORWARD: having(again + weights.whole(weights.layer)),
-        at.LOSS: having(again + weights.whole(weights.head + weights.layer if weights.head else 0)),
-        at.REDUCE: having(weights.whole(0), emptied),
-        at.BACKWARD: having(weights.whole(weights.layer if weights.trained else 0), outside),
-        at.END: having(weights.whole(0), outside),
+        at.BEGIN: having(weights.full(0)),
+        at.FORWARD: having(again + weights.full(weights.layer)),
+        at.LOSS: having(again + weights.full(weights.head + weights.layer if weights.head else 0)),
+        at.REDUCE: having(weights.full(0), emptied),
+        at.BACKWARD: having(weights.full(weights.layer if weights.trained else 0), outside),
+        at.END: having(weights.full(0), outside),
         at.EMBEDDING: having(weights.embedding, max(0, emptied - traced)),
-        at.UPDATE: {at.OPTIMIZER: 0 if on_host else terms.updating(at_once)},
-        at.EVALUATION: having(weights.whole(weights.layer)),
-        at.SAVE: terms.saved,
+        at.UPDATE: {at.OPTIMIZER: 0 if on_host else terms.device_update(at_once)},
+        at.EVALUATION: having(weights.full(weights.layer)),
+        at.SAVE: terms.to_save,
     }
     always = {at.WEIGHTS: weights.parts if params_on_host else 0}
-    host = by_moment(always, 0, {}, {at.UPDATE: {}, at.SAVE: size.saved}) if params_on_host else {}
+    saving = {at.UPDATE: {}, at.SAVE: size.to_save}
+    host = by_moment(always, 0, {}, saving) if params_on_host else {}
     if on_host:
         # A gradient in float32 for each, and the partitions' sums.
         there = {**always, at.GRADIENTS: part * size.master + sums}
-        copied = at_once * size.compute + terms.made(at_once)
+        copied = at_once * size.compute + terms.scratch(at_once)
         host = terms.on_the_host(there, {at.BUFFERS: copied})
     # Weights are gathered in each micro-batch, resident ones after the update.
     everyone, gathered = range(ranks), turns * 2 * weights.others
@@ -453,17 +454,17 @@ def sharded_memory(terms: Terms) -> MemoryEstimate:
     each = 2 * turns * size.reduce + size.master + size.compute
     moved = float(part * each) if on_host else 0.0
     # Gathered weights are copied out of what they came in; gradients into the bucket and by ranks.
-    gradients = turns * size.trained * (size.compute + 6.0 * size.reduce)
+    gradients = turns * size.num_trained * (size.compute + 6.0 * size.reduce)
     return MemoryEstimate(
         device=by_moment(held, 0 if on_host else terms.masters, {}, in_step),
-        host={at.SAVE: size.saved, **host},
+        host={at.SAVE: size.to_save, **host},
         traffic=(
-            *sent("all_gather", everyone, gathers, gathered + weights.resident),
-            *sent("reduce_scatter", everyone, reductions, turns * reduced * size.reduce),
+            *transfer("all_gather", everyone, gathers, gathered + weights.resident),
+            *transfer("reduce_scatter", everyone, reductions, turns * reduced * size.reduce),
         ),
-        host_bytes=terms.updated if on_host else 0.0,
+        host_bytes=terms.update_traffic if on_host else 0.0,
         copied_bytes=moved + (gathered / ranks if params_on_host else 0.0),
-        other_bytes=2.0 * gathered + gradients + (0.0 if on_host else terms.updated),
+        other_bytes=2.0 * gathered + gradients + (0.0 if on_host else terms.update_traffic),
     )
 
 
@@ -475,10 +476,10 @@ def _beside_bucket(terms: Terms) -> tuple[int, int]:
     """
     size = terms.size
     outside = size.largest * size.compute if size.largest > terms.bucket else 0
-    at_once = min(max(terms.bucket, size.largest), size.trained)
+    at_once = min(max(terms.bucket, size.largest), size.num_trained)
     emptied = at_once * size.reduce
     if outside:
-        emptied += outside + size.largest * terms.widened
+        emptied += outside + size.largest * terms.reduce_extra
     if size.workload.backend.device_type == HOST_DEVICE:
         emptied += at_once * size.reduce  # gloo copies what goes into ``_reduce_scatter_base``
     if terms.on_host:

@@ -50,13 +50,13 @@ class ZeroOptions(Options):
     )
     nvme: str | None = Field(
         None,
-        description="With offload: optimizer in stage 3, a folder on a local disk of each machine "
-        "to keep the optimizer in, instead of in the host's memory.",
+        description="With offload: optimizer in stage 3: keep the optimizer in this folder, on a "
+        "local disk of each machine.",
     )
     reentrant: bool = Field(
         False,
-        description="Recompute layers by torch's reentrant form, also where DeepSpeed does not "
-        "need it. Some devices need it.",
+        description="Recompute layers by torch's reentrant form, which some devices need, also "
+        "where DeepSpeed does not.",
     )
     options: dict[str, Any] = Field(
         default_factory=dict,

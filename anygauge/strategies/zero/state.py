@@ -19,8 +19,8 @@ from anygauge.strategies.shared.optimizer_state import (
     export_plain,
     import_plain,
     is_packed,
+    make_state,
     pack,
-    prime,
     set_updates,
     state_keys,
     to_float32,
@@ -48,7 +48,7 @@ class ZeroState:
     @property
     def refusal(self) -> str:
         """Why the state cannot be read and written whole; empty: it can."""
-        if self._stage != 0 or self._plain:
+        if self._stage != 0 or self._is_plain:
             return ""
         return (
             "strategy zero, stage 0, in 16 bits: DeepSpeed keeps no float32 masters there; set "
@@ -60,23 +60,23 @@ class ZeroState:
 
         All ranks must go through it together.
         """
-        if self._plain:
+        if self._is_plain:
             for name, key, value in export_plain(
                 self._optimizer, self._named, torch.device(HOST_DEVICE)
             ):
                 yield name, key, value if self._writes else None
             return
         # DeepSpeed links the state after the first group's update, when others have none yet.
-        self._link()
-        with self._unpacked(written=False):
-            yield from self._each((PARAMETER, *self._keys()))
+        self._remake_views()
+        with self._as_float32(written=False):
+            yield from self._export((PARAMETER, *self._keys()))
 
     def masters(self) -> Iterator[tuple[str, Tensor | None]]:
         """Trained parameters, as `export` gives them."""
-        for name, _, value in self._each((PARAMETER,)):
+        for name, _, value in self._export((PARAMETER,)):
             yield name, value
 
-    def _each(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor | None]]:
+    def _export(self, keys: Sequence[str]) -> Iterator[tuple[str, str, Tensor | None]]:
         from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
         for named in self._by_flat():
@@ -97,16 +97,16 @@ class ZeroState:
 
     def load(self, state: TrainedState) -> None:
         """Take this rank's part of every tensor."""
-        if self._plain:
+        if self._is_plain:
             import_plain(self._optimizer, self._named, state)
             return
         self._prime()
-        with self._unpacked(written=True), torch.no_grad():
+        with self._as_float32(written=True), torch.no_grad():
             keys = (PARAMETER, *self._keys())
             for named in self._by_flat():
                 for name, parameter in named:
                     for key in keys:
-                        self._put(parameter, key, state.tensor(name, key))
+                        self._write(parameter, key, state.tensor(name, key))
         for kept in self._states():
             set_updates(kept, state.counters.updates)
         scaler: Any = getattr(self._optimizer, "loss_scaler", None)
@@ -127,15 +127,15 @@ class ZeroState:
         )
 
     @property
-    def _plain(self) -> bool:
+    def _is_plain(self) -> bool:
         """Stage 0 in float32 hands torch's own optimizer through."""
         return isinstance(self._optimizer, torch.optim.Optimizer)
 
     @property
     def _inner(self) -> Any:
-        return self._optimizer if self._plain else self._optimizer.optimizer
+        return self._optimizer if self._is_plain else self._optimizer.optimizer
 
-    def _flats(self) -> list[Tensor]:
+    def _partitions(self) -> list[Tensor]:
         """This rank's flat float32 partitions, each with a state of its own."""
         optimizer = self._optimizer
         if self._stage == 3:
@@ -145,9 +145,9 @@ class ZeroState:
         return list(optimizer.single_partition_of_fp32_groups if flats is None else flats)
 
     def _states(self) -> list[Any]:
-        if self._plain:
+        if self._is_plain:
             return [self._inner.state.get(p, {}) for _, p in self._named]
-        return [self._inner.state.get(flat, {}) for flat in self._flats()]
+        return [self._inner.state.get(flat, {}) for flat in self._partitions()]
 
     def _keys(self) -> list[str]:
         """Keys that the state of every flat partition has."""
@@ -162,7 +162,7 @@ class ZeroState:
         flat_of = {
             id(p): optimizer.grad_position[optimizer.get_param_id(p)][0] for _, p in self._named
         }
-        for index in range(len(self._flats())):
+        for index in range(len(self._partitions())):
             with self._in_memory(index):
                 yield [each for each in self._named if flat_of[id(each[1])] == index]
 
@@ -185,7 +185,7 @@ class ZeroState:
             optimizer.swap_optimizer = True
         optimizer._optimizer_states_and_gradient_swap_out(index)
 
-    def _put(self, parameter: Any, key: str, whole: Tensor) -> None:
+    def _write(self, parameter: Any, key: str, whole: Tensor) -> None:
         from deepspeed.utils import (
             safe_set_full_fp32_param,
             safe_set_full_optimizer_state,
@@ -208,19 +208,19 @@ class ZeroState:
         """Have the optimizer make the state of every flat partition."""
         inner = self._inner
         if self._stage != 3:
-            prime(inner, self._flats(), inner.step)
-            self._link()
+            make_state(inner, self._partitions(), inner.step)
+            self._remake_views()
             return
         # DeepSpeed steps one flat partition at a time, and leaves the groups empty between.
-        for index, flat in enumerate(self._flats()):
+        for index, flat in enumerate(self._partitions()):
             group = inner.param_groups[self._optimizer.sub_group_to_group_id[index]]
             with self._in_memory(index):
                 group["params"] = [flat]
-                prime(inner, [flat], inner.step)
+                make_state(inner, [flat], inner.step)
                 group["params"] = []
 
     @contextlib.contextmanager
-    def _unpacked(self, *, written: bool) -> Iterator[None]:
+    def _as_float32(self, *, written: bool) -> Iterator[None]:
         """Quantized state as plain float32 while they are read or written, then codes again."""
         packed = []
         for kept in self._states():
@@ -229,7 +229,7 @@ class ZeroState:
                     packed.append((kept, key, kept[key]))
                     kept[key] = to_float32(kept, key)
         if packed:
-            self._link()
+            self._remake_views()
         try:
             yield
         finally:
@@ -238,9 +238,9 @@ class ZeroState:
                 if written:
                     pack(kept, key, value)
             if packed:
-                self._link()
+                self._remake_views()
 
-    def _link(self) -> None:
+    def _remake_views(self) -> None:
         """All stages but 3 hold views of the state: have them made anew."""
         if self._stage != 3:
             self._optimizer._hp_optimizer_states_linked = False

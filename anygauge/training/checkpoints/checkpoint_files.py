@@ -1,4 +1,4 @@
-"""One checkpoint: written to a folder, opened, and put into the model that a run builds.
+"""Writes a checkpoint to a folder, opens it, and puts it into the model that a run builds.
 
 ====================  =============================================================================
 ``checkpoint.json``   step, counters, what a run that resumes from here must have in common with
@@ -7,6 +7,7 @@
                       key of the optimizer's state
 ``rng.safetensors``   ``RANK/NAME`` -> state of a random number generator, bytes
 ``rank-state-*``      ``RANK/NAME`` -> what an engine's ranks have of their own, if they have any
+``probe.*``           logits of fixed tokens, where this may become the run's result
 ``adapter/``          with an adapter: the same weights in peft's format, ready for use
 ``manifest.json``     size and SHA-256 of every other file; written last
 ====================  =============================================================================
@@ -51,9 +52,10 @@ from anygauge.training.checkpoints.sound import (
     read_record,
 )
 from anygauge.util.files import flush, part_of, usual_mode
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 ADAPTER = "adapter"
+PROBE, LOGITS = "probe.safetensors", "logits"
 SHARD_BYTES = 2 * 2**30
 """Host memory that writing takes: tensors are collected up to this size, then written."""
 
@@ -69,6 +71,7 @@ def write_checkpoint(
     rng: Sequence[Mapping[str, Tensor]],
     *,
     rank_states: Iterable[tuple[str, Tensor]] = (),
+    logits: Tensor | None = None,
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
@@ -78,7 +81,8 @@ def write_checkpoint(
         exported: (parameter name, key, whole tensor), read to its end.
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
-        rank_states: see `gathered`; read to its end.
+        rank_states: see `gather_all`; read to its end.
+        logits: what a result made of it is compared with.
         export_adapter: given a folder and the trained parameters, writes them in peft's format.
 
     Raises:
@@ -92,14 +96,16 @@ def write_checkpoint(
         folder.parent.mkdir(exist_ok=True)  # not the run directory: it was there
         temporary.mkdir()
         parameters: dict[str, Tensor] = {}
-        named = _named(exported, None if export_adapter is None else parameters)
+        named = _named_tensors(exported, None if export_adapter is None else parameters)
         _write_shards(temporary, STATE, named, shard_bytes)
         _write_shards(temporary, RANK_STATE, rank_states, shard_bytes)
         if export_adapter is not None:
             export_adapter(temporary / ADAPTER, parameters)
+        if logits is not None:
+            _save({LOGITS: logits.contiguous()}, temporary / PROBE)
         states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
         _save(states, temporary / RNG)
-        text = json.dumps(finite({"format": FORMAT, **record}), indent=2, allow_nan=False)
+        text = json.dumps(json_values({"format": FORMAT, **record}), indent=2, allow_nan=False)
         (temporary / RECORD).write_text(text + "\n")
         size = _seal(temporary)
         # A run trains a step again only where its checkpoint is not sound.
@@ -150,8 +156,15 @@ class Checkpoint:
         with _open(self._files[entry]) as file:
             return file.get_tensor(entry)
 
+    def logits(self) -> Tensor | None:
+        """The model's logits of the probe; None where they were not kept."""
+        if not (self.folder / PROBE).is_file():
+            return None
+        with _open(self.folder / PROBE) as file:
+            return file.get_tensor(LOGITS)
+
     def rng(self, rank: int) -> dict[str, Tensor]:
-        """One rank's generator states; empty where there was no such rank."""
+        """Return one rank's generator states; empty where there was no such rank."""
         return _of_rank([self.folder / RNG], rank)
 
     def rank_state(self, rank: int) -> dict[str, Tensor]:
@@ -230,7 +243,7 @@ class ResumedFactory:
         return kept
 
 
-def gathered(
+def gather_all(
     own: Mapping[str, Tensor], contents: Contents, rank: int, collectives: Collectives
 ) -> Iterator[tuple[str, Tensor]]:
     """(``RANK/NAME``, tensor on the host) of all ranks, one after another, for rank 0, which writes
@@ -256,7 +269,7 @@ def gathered(
                 yield f"{source}/{name}", tensor
 
 
-def _named(
+def _named_tensors(
     exported: Exported, parameters: dict[str, Tensor] | None
 ) -> Iterator[tuple[str, Tensor]]:
     """``KEY/NAME`` and the tensor; collects parameters, where they are wanted."""

@@ -19,7 +19,7 @@ from anygauge.interface import AnygaugeError, RunFileError
 from anygauge.models.quantization import quantization
 from anygauge.training.checkpoints.sound import read_json
 from anygauge.util.section import Count, Text
-from anygauge.util.text import flattened, short
+from anygauge.util.text import flatten_values, shorten
 
 REPORT = "report.json"
 _RESULTS = ("adapter", "model")
@@ -27,6 +27,8 @@ _RESULTS = ("adapter", "model")
 
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a model's configuration that do not change its architecture."""
+
+EARLY = "train.early_stopping"
 
 _FREE_IN_ADAPTER = ("dropout", "start_from", "verify")
 
@@ -71,7 +73,7 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
 
 def settings_of(run: RunFile) -> dict[str, Any]:
     """The fields that decide a result or how it is reached, by dotted path."""
-    return dict(flattened(run.model_dump(mode="json", include=set(_MAY_CHANGE))))
+    return dict(flatten_values(run.model_dump(mode="json", include=set(_MAY_CHANGE))))
 
 
 def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
@@ -86,7 +88,7 @@ def check_same_run(folder: Path, kept: Mapping[str, Any], identity: Mapping[str,
         RunFileError: names what differs, and both values.
     """
     different = [
-        f"{name} (before: {short(str(kept.get(name)))}; now: {short(str(value))})"
+        f"{name} (before: {shorten(str(kept.get(name)))}; now: {shorten(str(value))})"
         for name, value in identity.items()
         if kept.get(name) != value
     ]
@@ -108,14 +110,14 @@ def changed_settings(kept: Mapping[str, Any], settings: Mapping[str, Any]) -> li
     """
     alone = {n for n in kept.keys() ^ settings.keys() if n.startswith("strategy.")}
     return [
-        f"{name}: {short(str(kept.get(name)))} -> {short(str(settings.get(name)))}"
+        f"{name}: {shorten(str(kept.get(name)))} -> {shorten(str(settings.get(name)))}"
         for name in sorted((kept.keys() | settings.keys()) - alone)
         if kept.get(name) != settings.get(name)
     ]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finished:
+class FinishedRun:
     """A run that is finished, by its report.
 
     Attributes:
@@ -128,8 +130,13 @@ class Finished:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps that were taken."""
         return int(self.report["steps"])
+
+    @property
+    def planned(self) -> int:
+        """Steps of the whole run; its evaluations may have ended it before."""
+        return int(self.report.get("planned_steps", self.steps))
 
     @property
     def result(self) -> Path:
@@ -157,19 +164,20 @@ class Finished:
 class FinishedError(AnygaugeError):
     """The run that ranks were to resume is finished: nothing is left to do, nothing is wrong."""
 
-    def __init__(self, finished: Finished) -> None:
+    def __init__(self, finished: FinishedRun) -> None:
         super().__init__(finished.describe())
         self.finished = finished
 
 
 class _Report(BaseModel):
-    """Of a run's report, what is read here."""
+    """The part of a run's report that is read here."""
 
     steps: Count
+    planned_steps: Count = 0
     saved: Text
 
 
-def finished_run(run_directory: Path) -> Finished | None:
+def finished_run(run_directory: Path) -> FinishedRun | None:
     """The run of a folder, if it is finished: the report is what a run writes last."""
     try:
         report = read_json(run_directory / REPORT)
@@ -178,22 +186,27 @@ def finished_run(run_directory: Path) -> Finished | None:
         return None
     if Path(saved).name not in _RESULTS:
         return None
-    finished = Finished(folder=run_directory, report=report)
+    finished = FinishedRun(folder=run_directory, report=report)
     return finished if finished.result.is_dir() else None
 
 
-def check_length(finished: Finished, steps: int, newest: int | None) -> bool:
+def check_length(
+    finished: FinishedRun, steps: int, newest: int | None, settings: Mapping[str, Any]
+) -> bool:
     """Whether the run has all the steps that are wanted now; False if it can train on from its end.
 
     Args:
         steps: wanted now.
+        settings: wanted now; see `settings_of`.
         newest: step of the newest sound checkpoint; None where there is none.
 
     Raises:
         RunFileError: it is longer than wanted; or it has no checkpoint of its last step, and would
             repeat steps from an earlier one.
     """
-    if steps == finished.steps:
+    changes = changed_settings(finished.report.get("settings", {}), settings)
+    other_end = steps > finished.steps and any(each.startswith(EARLY) for each in changes)
+    if steps == finished.planned and not other_end:
         return True
     where = f"{finished.folder} finished after {finished.steps} steps, and {steps} are requested"
     if steps < finished.steps:

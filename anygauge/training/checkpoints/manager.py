@@ -20,10 +20,10 @@ from torch import Tensor
 
 from anygauge.config.schema import CheckpointSection
 from anygauge.interface import AnygaugeError, Backend, Collectives, Engine, HasRankState
-from anygauge.training.checkpoints.checkpoint_files import Checkpoint, gathered, write_checkpoint
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint, gather_all, write_checkpoint
 from anygauge.training.checkpoints.identity import (
-    Finished,
     FinishedError,
+    FinishedRun,
     changed_settings,
     check_length,
     check_same_run,
@@ -32,20 +32,22 @@ from anygauge.training.checkpoints.identity import (
 from anygauge.training.checkpoints.sound import (
     FOLDER,
     checkpoints_in,
-    complaint_about,
+    find_defect,
     read_record,
     refusal_of,
 )
 from anygauge.util.files import part_of
-from anygauge.util.text import describe, finite
+from anygauge.util.text import describe, json_values
 
 NEVER, AUTO = "never", "auto"
+REQUEST = "checkpoint-now"
+"""A file in the run directory that asks for a checkpoint; it is removed when there is one."""
 USUAL_S = 15 * 60.0
 """Seconds between the checkpoints of an adapter, where the run file does not say."""
 
 
 def checkpoint_folder(run_directory: Path, step: int) -> Path:
-    """Where a run keeps the checkpoint of a step."""
+    """Return where a run keeps the checkpoint of a step."""
     return run_directory / FOLDER / f"step-{step:08}"
 
 
@@ -61,8 +63,9 @@ class CheckpointManager:
         check_folder: raises where `run_directory` is not this run's any more; for rank 0.
         writing: entered while a step's checkpoint is written: the other ranks wait for rank 0.
         losses: step -> evaluation loss of the checkpoints that exist.
+        probe: gives what a result is compared with, for those that may become it; None: none may.
         by_default: the run file does not say when one is written, and it is small: see `USUAL_S`.
-        asked: the ranks have agreed that one belongs after this step, since it is time.
+        asked: the ranks have agreed that one belongs after this step: see `overdue`.
     """
 
     section: CheckpointSection
@@ -76,8 +79,10 @@ class CheckpointManager:
     check_folder: Callable[[], None] = lambda: None
     writing: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     losses: dict[int, float | None] = field(default_factory=dict)
+    probe: Callable[[], Tensor | None] | None = None
     by_default: bool = False
     asked: bool = False
+    _requested: bool = False
     _since: float = field(default_factory=time.monotonic)
 
     def scan(self) -> None:
@@ -86,44 +91,57 @@ class CheckpointManager:
         """
         found: list[list[Any]] = []
         if self.rank == 0:
-            tidy(self.run_directory)
+            remove_leftovers(self.run_directory)
             found = losses_in(self.run_directory)
         # Whether a loss is among the best decides whether all ranks write, so they must agree.
         everyone = self.backend.collectives.gather_objects(found)
         self.losses.update({step: loss for step, loss in everyone[0]})
 
     def overdue(self) -> bool:
-        """Whether it is time for one, by the clock of rank 0; the ranks must agree on it."""
-        return self.by_default and self.rank == 0 and time.monotonic() - self._since > USUAL_S
+        """Whether it is time for one, by the clock of rank 0, or the file `REQUEST` in its run
+        directory asks for one; the ranks must agree on it."""
+        if self.rank:
+            return False
+        self._requested = (self.run_directory / REQUEST).is_file()
+        if self._requested and (why := self.engine.refuses_checkpoints):
+            self.log(f"{REQUEST}: this run cannot write checkpoints: {why}")
+            self._answer_request()
+        late = self.by_default and time.monotonic() - self._since > USUAL_S
+        return self._requested or late
+
+    def _answer_request(self) -> None:
+        if self._requested:
+            (self.run_directory / REQUEST).unlink(missing_ok=True)
+        self._requested = False
 
     def due(self, step: int) -> bool:
         """Whether one belongs after `step` steps, whatever their losses are."""
         every = self.section.every
         return every is not None and every > 0 and step % every == 0
 
-    def maybe_save(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
+    def maybe_save(self, step: int, *, last: bool, stop: bool, loss: float | None) -> None:
         """Write a checkpoint after `step` steps, if one is due. All ranks call it alike.
 
         Args:
             last: this was the last step.
             stop: the run was asked to stop.
-            losses: of the evaluation after this step; empty if there was none.
+            loss: of the evaluation after this step; None if there was none.
         """
-        loss = sum(losses.values()) / len(losses) if losses else None
         due = self.asked or self.due(step) or (last and bool(self.section.every or self.by_default))
         if due or (stop and not last) or self._among_best(loss):
             with self.writing(step):
                 self.save(step, loss)
             self.asked, self._since = False, time.monotonic()
+            self._answer_request()
 
     def save_before_error(self, step: int) -> None:
         """Keep what was trained where the step after `step` cannot be. All ranks call it alike."""
         if step not in self.losses and not self.engine.refuses_checkpoints:
-            self.maybe_save(step, last=False, stop=True, losses={})
+            self.maybe_save(step, last=False, stop=True, loss=None)
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept any more."""
-        loss = finite(loss)
+        loss = json_values(loss)
         exported = self.engine.export_state()
         counters = self.engine.counters()
         states = {n: s.contiguous() for n, s in self.backend.placement.rng_state().items()}
@@ -133,10 +151,11 @@ class CheckpointManager:
         ]
         engine = self.engine
         own = engine.export_rank_state() if isinstance(engine, HasRankState) else {}
+        logits = self.probe() if self.probe is not None and self._among_best(loss) else None
         contents = self.backend.collectives.gather_objects(
             [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in own.items()]
         )
-        rank_states = gathered(own, contents, self.rank, self.backend.collectives)
+        rank_states = gather_all(own, contents, self.rank, self.backend.collectives)
         if self.rank:
             for _ in itertools.chain(exported, rank_states):
                 pass  # exporting is collective; rank 0 receives the tensors
@@ -156,22 +175,32 @@ class CheckpointManager:
                 record,
                 rng,
                 rank_states=rank_states,
+                logits=logits,
                 export_adapter=self.export_adapter,
             )
             self.log(f"checkpoint: {folder.name}, {size / 1e6:.1f} MB")
         self.losses[step] = loss
         self._prune()
 
-    def _best(self) -> list[int]:
+    def _best_steps(self) -> list[int]:
         """Steps of the checkpoints with the lowest losses, best first."""
         scored = sorted((loss, step) for step, loss in self.losses.items() if loss is not None)
-        return [step for _, step in scored[: self.section.keep_best]]
+        return [step for _, step in scored[: self.section.num_best]]
+
+    def best(self) -> int | None:
+        """The step of the sound checkpoint with the lowest loss, if there is one; all ranks call it
+        and get the same."""
+        steps = self._best_steps() if self.rank == 0 else []
+        folders = {step: checkpoint_folder(self.run_directory, step) for step in steps}
+        sound = (step for step, folder in folders.items() if find_defect(folder) is None)
+        first: int | None = self.backend.collectives.gather_objects(next(sound, None))[0]
+        return first
 
     def _among_best(self, loss: float | None) -> bool:
-        if finite(loss) is None or not self.section.keep_best:
+        if json_values(loss) is None or not self.section.num_best:
             return False
-        best = self._best()
-        if len(best) < self.section.keep_best:
+        best = self._best_steps()
+        if len(best) < self.section.num_best:
             return True
         worst = self.losses[best[-1]]
         assert worst is not None and loss is not None
@@ -179,7 +208,7 @@ class CheckpointManager:
 
     def _prune(self) -> None:
         newest = sorted(self.losses)[-self.section.keep_last :]
-        keep = {*newest, *self._best()}
+        keep = {*newest, *self._best_steps()}
         for step in set(self.losses) - keep:
             del self.losses[step]
             if self.rank == 0:
@@ -195,12 +224,12 @@ def losses_in(run_directory: Path) -> list[list[Any]]:
 
     An incomplete one is neither listed nor removed.
     """
-    sound = (p for p in checkpoints_in(run_directory) if complaint_about(p, contents=False) is None)
+    sound = (p for p in checkpoints_in(run_directory) if find_defect(p, contents=False) is None)
     records = map(read_record, sound)
     return [[record["step"], record["loss"]] for record in records]
 
 
-def tidy(run_directory: Path) -> None:
+def remove_leftovers(run_directory: Path) -> None:
     """Remove what a process left that was killed while it wrote or removed a checkpoint."""
     for path in (run_directory / FOLDER).glob(".step-*.part"):
         if path.is_symlink() or not path.is_dir():
@@ -210,7 +239,7 @@ def tidy(run_directory: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Resumed:
+class ResumePoint:
     """What a run resumes from.
 
     Attributes:
@@ -221,12 +250,12 @@ class Resumed:
 
     checkpoint: Checkpoint | None
     skipped: tuple[str, ...] = ()
-    finished: Finished | None = None
+    finished: FinishedRun | None = None
 
 
 def find_checkpoint(
     resume: str, run_directory: Path, rank: int, collectives: Collectives
-) -> Resumed:
+) -> ResumePoint:
     """The checkpoint that ``checkpoint.resume`` asks for; every rank calls it and gets the same.
 
     Only rank 0 looks for it and checks the sums of its files.
@@ -238,19 +267,19 @@ def find_checkpoint(
         AnygaugeError: the folder that was named is not a sound checkpoint.
     """
     if resume == NEVER:
-        return Resumed(None)
-    mine = _search(resume, run_directory) if rank == 0 else None
+        return ResumePoint(None)
+    mine = _find_resumable(resume, run_directory) if rank == 0 else None
     folder, skipped, failure, report = collectives.gather_objects(mine)[0]
     if failure is not None:
         raise AnygaugeError(failure)
-    return Resumed(
+    return ResumePoint(
         None if folder is None else Checkpoint(Path(folder)),
         tuple(skipped),
-        None if report is None else Finished(folder=run_directory, report=report),
+        None if report is None else FinishedRun(folder=run_directory, report=report),
     )
 
 
-def _search(resume: str, run_directory: Path) -> list[Any]:
+def _find_resumable(resume: str, run_directory: Path) -> list[Any]:
     """[folder, what was skipped, why nothing can be resumed, report of a finished run]."""
     skipped: list[str] = []
     if resume != AUTO:
@@ -259,7 +288,7 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
     done = finished_run(run_directory)
     report = None if done is None else dict(done.report)
     for folder in checkpoints_in(run_directory):
-        complaint = complaint_about(folder)
+        complaint = find_defect(folder)
         if complaint is None:
             return [str(folder), skipped, None, report]
         skipped.append(f"{FOLDER}/{folder.name} is skipped: {complaint}")
@@ -267,7 +296,7 @@ def _search(resume: str, run_directory: Path) -> list[Any]:
 
 
 def check_resumed(
-    resumed: Resumed,
+    resumed: ResumePoint,
     identity: Mapping[str, Any],
     settings: Mapping[str, Any],
     steps: int,
@@ -287,7 +316,8 @@ def check_resumed(
     if finished is not None:
         if finished.identity:
             check_same_run(finished.folder, finished.identity, identity)
-        if check_length(finished, steps, None if start is None else start.step):
+        newest = None if start is None else start.step
+        if check_length(finished, steps, newest, settings):
             raise FinishedError(finished)
     if start is None:
         return []

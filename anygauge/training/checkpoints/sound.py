@@ -17,7 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, Strict, Valid
 from anygauge.interface import AnygaugeError
 from anygauge.util.files import read_json as read_any_json
 from anygauge.util.section import Count, Number, Text, first_complaint
-from anygauge.util.text import short
+from anygauge.util.text import shorten
 
 FORMAT = 1
 RECORD = "checkpoint.json"
@@ -52,17 +52,17 @@ def checkpoints_in(run_directory: Path) -> list[Path]:
     return [path for _, path in sorted(found, reverse=True)]
 
 
-def complaint_about(folder: Path, *, contents: bool = True) -> str | None:
-    """What is wrong with a checkpoint: missing, truncated, altered, foreign files; None if sound.
+def find_defect(folder: Path, *, contents: bool = True) -> str | None:
+    """Find a checkpoint's defect: missing, truncated, altered or foreign files; None if sound.
 
     Args:
         contents: check the sums of all files and open them; otherwise check names, sizes and the
             record.
     """
     try:
-        listed = _checked(Manifest, _inside(folder, MANIFEST)).files
+        listed = _read_model(Manifest, _file_inside(folder, MANIFEST)).files
         for name, file in listed.items():
-            _check_file(_inside(folder, name), file, sums=contents or name == RECORD)
+            _check_file(_file_inside(folder, name), file, sums=contents or name == RECORD)
         tensors = [p.name for kind in (STATE, RANK_STATE) for p in folder.glob(f"{kind}-*")]
         for name in (RECORD, RNG, *sorted(tensors)):
             if name not in listed:
@@ -85,9 +85,9 @@ def refusal_of(folder: Path, *, contents: bool = True) -> str | None:
     """Why ``--resume FOLDER`` is refused, with checkpoints near it; None if it is accepted.
 
     Args:
-        contents: see `complaint_about`.
+        contents: see `find_defect`.
     """
-    complaint = complaint_about(folder, contents=contents)
+    complaint = find_defect(folder, contents=contents)
     if complaint is None:
         return None
     near = checkpoints_in(folder) or checkpoints_in(folder.parent)
@@ -105,10 +105,10 @@ def read_record(folder: Path) -> dict[str, Any]:
     record = read_json(path)
     if record.get("format") != FORMAT:
         raise AnygaugeError(
-            f"{path}: the format is {_short(record.get('format'))}; this version of anygauge "
+            f"{path}: the format is {_excerpt(record.get('format'))}; this version of anygauge "
             f"reads format {FORMAT}"
         )
-    _checked(CheckpointRecord, path, record)
+    _read_model(CheckpointRecord, path, record)
     named = step_of(folder)
     if named is not None and named != record["step"]:
         raise AnygaugeError(f"{path}: step is {record['step']}, and its folder is {folder.name}")
@@ -128,7 +128,7 @@ def read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise AnygaugeError(f"{path} cannot be read ({error})") from error
     if not isinstance(value, dict):
-        raise AnygaugeError(f"{path} cannot be read (not a JSON object: {_short(value)})")
+        raise AnygaugeError(f"{path} cannot be read (not a JSON object: {_excerpt(value)})")
     return value
 
 
@@ -173,7 +173,7 @@ def _check_file(path: Path, written: ListedFile, *, sums: bool) -> None:
         raise AnygaugeError(f"{path}: {error.strerror}") from error
 
 
-def _inside(folder: Path, name: str) -> Path:
+def _file_inside(folder: Path, name: str) -> Path:
     """A file of a checkpoint. The folder itself may be a link; nothing in it may."""
     path = folder / name
     if (target := path.resolve()) != folder.resolve() / name:
@@ -195,7 +195,7 @@ def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is not a number of JSON")
 
 
-def _checked(kind: type[RecordT], path: Path, value: Any = None) -> RecordT:
+def _read_model(kind: type[RecordT], path: Path, value: Any = None) -> RecordT:
     """What a JSON file holds, with all fields as they must be; `value`, where it was read."""
     try:
         return kind.model_validate(read_json(path) if value is None else value)
@@ -228,7 +228,7 @@ class _Closed(BaseModel):
 
 
 class RecordedCounters(_Closed):
-    """Of the optimizer."""
+    """Counters of the optimizer."""
 
     updates: Count
     loss_scale: Number | None
@@ -258,7 +258,7 @@ class RecordedHistory(_Closed):
 
 
 class RecordedData(_Closed):
-    """Where a packed stream is, in addition to the step; nothing else needs more than that."""
+    """The place of a packed stream, in addition to the step; nothing else needs more than that."""
 
     first_step: Count = 0
     epoch: Count = 0
@@ -285,9 +285,9 @@ class CheckpointRecord(BaseModel):
     rank_state: Count = 0
 
 
-def _short(value: Any) -> str:
+def _excerpt(value: Any) -> str:
     try:
         text = repr(value)
     except (RecursionError, ValueError):  # ValueError: an integer of too many digits
         text = f"a {type(value).__name__}"
-    return short(text)
+    return shorten(text)

@@ -27,7 +27,7 @@ from anygauge.interface import (
 from anygauge.registry import Registry
 from anygauge.registry.specs import load_factory, read_options, refuse_if_missing
 from anygauge.util.hiding import is_secret
-from anygauge.util.text import describe, flattened
+from anygauge.util.text import describe, flatten_values
 
 OPEN_S = 120.0
 """Seconds in which a tracker must open."""
@@ -66,7 +66,7 @@ class Trackers:
         self.troubles: list[str] = []
         self._warn = warn
         self._close_s = close_s
-        self._threads = [_TrackerThread(name, make, self._trouble) for name, make in makers.items()]
+        self._threads = [_TrackerThread(name, make, self._warn_of) for name, make in makers.items()]
         deadline = time.monotonic() + open_s
         try:
             for thread in self._threads:
@@ -89,7 +89,7 @@ class Trackers:
         for thread in threads:
             thread.join(deadline)
 
-    def _trouble(self, text: str) -> None:
+    def _warn_of(self, text: str) -> None:
         self.troubles.append(text)
         self._warn(text)
 
@@ -232,18 +232,18 @@ def flat_parameters(run: RunFile) -> dict[str, str | int | float | bool | None]:
     Left out because others read it: the values of ``environment``, texts whose name says that
     they are a secret, and user and password within an address.
     """
-    values = flattened(_public(run.model_dump(mode="json", exclude={"environment"})))
+    values = flatten_values(_hide_private(run.model_dump(mode="json", exclude={"environment"})))
     return {path: json.dumps(v) if isinstance(v, list) else v for path, v in values}
 
 
-def _public(value: Any) -> Any:
+def _hide_private(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {
-            name: _public(below)
+            name: _hide_private(below)
             for name, below in value.items()
             # A number such as a count of key heads is not a secret.
             if not (is_secret(str(name)) and isinstance(below, str))
         }
     if isinstance(value, list):
-        return [_public(item) for item in value]
+        return [_hide_private(item) for item in value]
     return _CREDENTIALS.sub("", value) if isinstance(value, str) else value

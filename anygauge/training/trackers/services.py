@@ -22,7 +22,7 @@ from accelerate import tracking
 from anygauge.interface import AnygaugeError, NotAvailableError, RunStatus, TrackerContext
 from anygauge.training.trackers.tracker_options import mlflow_store, wandb_login
 from anygauge.util.files import write_text
-from anygauge.util.text import finite
+from anygauge.util.text import json_values
 
 _SEND_S = 25.0
 """Seconds that wandb has to send the rest at the end; the data stays on disk for `wandb sync`."""
@@ -42,7 +42,7 @@ class _Logger(logging.LoggerAdapter):
 
     @functools.lru_cache(None)  # noqa: B019 - there is one
     def warning_once(self, *args: Any) -> None:
-        """As accelerate's."""
+        """Warn as accelerate's logger does."""
         self.warning(*args)
 
 
@@ -80,7 +80,7 @@ class JsonLinesFile:
 
     def _write(self, values: Mapping[str, Any]) -> None:
         record = {"time": time.time(), "run": self._run, **values}
-        self._file.write(json.dumps(finite(record)) + "\n")
+        self._file.write(json.dumps(json_values(record)) + "\n")
 
 
 class _Service:
@@ -240,7 +240,7 @@ class MLflow(_Service, tracking.MLflowTracker):
             self.store_init_configuration(short)
 
     def _end(self, status: RunStatus) -> None:
-        """With how the run ended."""
+        """Send how the run ended."""
         import mlflow
 
         mlflow.end_run(_MLFLOW_STATUS[status])

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from anygauge.testing.loop_checks import Trained, train
+from anygauge.testing.loop_checks import TrainRun, train
 from anygauge.testing.process import Subject
 
 LIMITS = (60, 100_000)
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trained]:
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, TrainRun]:
     """One run for each limit."""
     folder = tmp_path_factory.mktemp("limits")
     return {
@@ -32,17 +32,17 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Trained]:
     }
 
 
-def steps(run: Trained, field: str) -> list[float]:
+def steps(run: TrainRun, field: str) -> list[float]:
     return [record[field] for record in run.metrics if "loss" in record]
 
 
-def test_losses_are_the_same_for_each_limit(runs: dict[int, Trained]) -> None:
+def test_losses_are_the_same_for_each_limit(runs: dict[int, TrainRun]) -> None:
     wanted = runs[LIMITS[-1]].losses
     for run in runs.values():
         assert list(run.losses) == list(wanted)
 
 
-def test_a_lower_limit_makes_more_and_smaller_graphs(runs: dict[int, Trained]) -> None:
+def test_a_lower_limit_makes_more_and_smaller_graphs(runs: dict[int, TrainRun]) -> None:
     graphs = [steps(run, "graph_graphs")[-1] for run in runs.values()]
     assert graphs == sorted(graphs, reverse=True)
     assert graphs[0] > 3 * graphs[-1]
@@ -51,7 +51,7 @@ def test_a_lower_limit_makes_more_and_smaller_graphs(runs: dict[int, Trained]) -
     assert largest[1] > LIMITS[0]
 
 
-def test_nothing_is_compiled_after_warm_up(runs: dict[int, Trained]) -> None:
+def test_nothing_is_compiled_after_warm_up(runs: dict[int, TrainRun]) -> None:
     for limit, run in runs.items():
         compiled = steps(run, "graph_compiled")
         assert compiled[-1] == compiled[-3], f"limit {limit}: {compiled}"
@@ -60,7 +60,7 @@ def test_nothing_is_compiled_after_warm_up(runs: dict[int, Trained]) -> None:
 
 
 def test_the_optimizer_hands_two_operations_for_each_parameter_to_the_host(
-    runs: dict[int, Trained],
+    runs: dict[int, TrainRun],
 ) -> None:
     handed = steps(runs[LIMITS[-1]], "graph_host_operations")
     parameters = 2 * 2 * 7  # two matrices beside each of seven linear layers in two layers

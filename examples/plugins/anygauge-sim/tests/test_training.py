@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from children import SIM, patched
 
-from anygauge.testing.loop_checks import RunFailed, Trained, train
+from anygauge.testing.loop_checks import RunFailed, TrainRun, train
 
 
-def zero(folder: Path, name: str, ranks: int, **settings: Any) -> Trained:
+def zero(folder: Path, name: str, ranks: int, **settings: Any) -> TrainRun:
     return train(SIM, folder, name, strategy="zero", ranks=ranks, **settings)
 
 
-def records(run: Trained) -> list[tuple[float, float]]:
+def records(run: TrainRun) -> list[tuple[float, float]]:
     return [(r["loss"], r["grad_norm"]) for r in run.metrics if "loss" in r]
 
 

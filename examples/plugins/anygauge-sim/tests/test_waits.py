@@ -16,7 +16,7 @@ from anygauge.testing.loop_checks import MODEL, train
 STEPS = 8
 WARM = 3
 """Steps that are not counted: an optimizer makes its state, and DeepSpeed learns what to fetch."""
-BEGINS = "        self._began = self._moment()\n"
+BEGINS = "        self._began = self._time_event()\n"
 NOTES = """
         import json, os
         from anygauge_sim import _C
