@@ -17,13 +17,16 @@ ARG DEEPSPEED_SOURCE=git+https://github.com/HabanaAI/DeepSpeed.git
 ARG CONSTRAINTS
 # The torch that is there, with Intel's local part of the version, is a constraint on all others. What
 # it or its stack may want in a version of its own (torch 2.6 one of sympy, others one of numpy) is left
-# to them; DeepSpeed is Intel's.
+# to them; DeepSpeed is Intel's. pyarrow 26 needs numpy 2, which its metadata does not say.
 COPY docker/${CONSTRAINTS} /build/pins.txt
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 RUN python3 -c "import importlib.metadata as m; v = m.version('torch'); assert v.startswith('${TORCH_VERSION}'), v" \
     && pip list --format=freeze | grep -iE '^(torch|habana|numpy)' > /build/constraints.txt \
     && grep -vE '^(deepspeed|mpmath|networkx|numpy|pandas|pillow|protobuf|scikit-learn|scipy|setuptools|sympy)==' \
-        /build/pins.txt >> /build/constraints.txt
+        /build/pins.txt >> /build/constraints.txt \
+    && if grep -q '^numpy==1\.' /build/constraints.txt; then \
+        sed -i 's/^pyarrow==.*/pyarrow<26/' /build/constraints.txt; \
+    fi
 # Intel's fork: its operations for Gaudi are Python, and there is nothing to build ahead.
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     DS_BUILD_OPS=0 \
