@@ -147,6 +147,7 @@ class Job:
     expected_step_s: float | None = None
     auto_form: int | None = None
     strategy_why: str = ""
+    profile_steps: tuple[int, int] = (0, 0)
 
     @property
     def collectives_record(self) -> str:

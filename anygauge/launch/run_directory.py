@@ -38,7 +38,7 @@ _FILES = re.compile(
     r"|metrics\.jsonl|events\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json"
     r"|rendezvous(-[0-9]+)?|slurm\.sh"
 )
-_FOLDERS = ("logs", "ranks", "tensorboard", "wandb", ATTEMPTS)
+_FOLDERS = ("logs", "profile", "ranks", "tensorboard", "wandb", ATTEMPTS)
 
 
 def choose_run_directory(wanted: Path, *, resume: bool) -> Path:

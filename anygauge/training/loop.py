@@ -26,6 +26,7 @@ from anygauge.interface import (
     UpdateResult,
 )
 from anygauge.training.checkpoints.manager import CheckpointManager
+from anygauge.training.profiled_steps import StepProfiler
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 from anygauge.training.step_results import MetricsLogger, PendingSteps
@@ -46,6 +47,7 @@ class Loop:
         evaluations: name -> this rank's batches and the loss tokens over all ranks.
         pending: steps that the device was given, until they are read.
         progress: gets where this rank is.
+        profiler: records some steps.
         start: steps that were done before, in the part of the run that this one resumes.
     """
 
@@ -60,6 +62,7 @@ class Loop:
     checkpoints: CheckpointManager
     settings: TrainSection
     progress: Progress
+    profiler: StepProfiler
     start: int = 0
 
     def run(self) -> StopReason:
@@ -73,7 +76,7 @@ class Loop:
         if self._due(self.start) and not self.logger.history.has_evaluation(self.start):
             self.evaluate(self.start)
         with Prefetcher(self.batches.step, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
-            for index in range(self.start, steps):
+            for index in self.profiler.over(range(self.start, steps)):
                 self.progress.enter(f"step {index + 1}, forward and backward")
                 pending.begin()
                 tokens = self._loss_tokens(index)
