@@ -24,6 +24,7 @@ COMMANDS = {
     "plan": "Show how much memory and time a run needs, without its devices.",
     "job": "Follow, show or end a job on other machines.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
+    "report": "Write one page about runs: what ran, losses, speed, memory, time.",
     "generate": "Let a model answer, with or without an adapter.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",

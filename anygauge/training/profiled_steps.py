@@ -7,12 +7,9 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from anygauge.interface import Placement, UsageError
+from anygauge.interface import PROFILE, Placement, UsageError
 from anygauge.training.progress import Progress
 from anygauge.util.text import describe
-
-PROFILE = "profile"
-"""In a run directory; below it ``FROM-TO/rankN``."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
