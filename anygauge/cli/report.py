@@ -16,7 +16,7 @@ from anygauge.cli.shared_options import BackendOption
 from anygauge.interface import UsageError
 from anygauge.util.console import Console
 from anygauge.util.files import write_text
-from anygauge.util.text import format_bytes
+from anygauge.util.text import format_bytes, format_time
 
 if TYPE_CHECKING:
     from anygauge.cli.report_runs import RunRecord
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 MARK = "<!doctype html><!-- anygauge report -->"
 """Begins every page, so that no other file is overwritten."""
 PAGE = "report.html"
+TEMPLATE = Path(__file__).with_suffix(".jinja")
 MOST_ROWS = 16
 """Of a table of numbers: evenly spaced steps, with the first and the last."""
 GIB = float(2**30)
@@ -182,25 +183,31 @@ class Chart:
 
 def page_of(runs: Sequence[RunRecord], samples: Sequence[Sample] = ()) -> str:
     """The HTML of a report; every text of a run is escaped."""
-    from jinja2 import Environment, StrictUndefined
+    from jinja2 import ChainableUndefined, Environment
+    from markupsafe import Markup, escape
 
-    from anygauge.cli.report_runs import differences, when
+    from anygauge.cli import report_runs
 
-    facts = [run.facts() for run in runs]
-    names = dict.fromkeys(name for each in facts for name in each)
     events = [(at, number, what) for number, run in enumerate(runs) for at, what in run.events()]
-    source = Path(__file__).with_suffix(".jinja").read_text(encoding="utf-8")
-    template = Environment(
-        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    ).from_string(source)
-    page = template.render(
+    environment = Environment(
+        autoescape=True,
+        undefined=ChainableUndefined,
+        finalize=lambda value: value if isinstance(value, Markup) else report_runs.text(value),
+    )
+    environment.filters |= {
+        "bytes": lambda value: format_bytes(report_runs.number(value) or 0.0),
+        "duration": lambda value: format_time(report_runs.number(value) or 0.0),
+        "fixed": lambda value, form: format(report_runs.number(value) or 0.0, form),
+        "when": report_runs.when,
+    }
+    page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         runs=runs,
-        facts=[[name, *(each.get(name, "") for each in facts)] for name in names],
-        differences=[[name, *values] for name, values in differences(runs).items()],
+        differences=report_runs.differences(runs),
         charts=[*(_line(runs, *each) for each in LINES), _memory(runs), _time(runs)],
-        events=[(when(at), number, what) for at, number, what in sorted(events)],
+        events=sorted(events),
         samples=samples,
-        made=when(time.time()),
+        now=time.time(),
+        whole=escape,
     )
     return f"{MARK}\n{page}\n"
 

@@ -25,6 +25,9 @@ SIZE = (4.6, 2.7)
 LINES = ("-", "--", ":", "-.", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
 """One a run, since not everybody tells all colors apart."""
 
+PARTS = ((0.9, ""), (0.15, "////"), (0.45, ""), (0.15, "|||"))
+"""Opacity and hatch of the parts of a bar."""
+
 # Colors that no chart has otherwise; the page's style says what each is, in light and in dark.
 _INK, _GRID = "#010203", "#010204"
 _RUNS = tuple(f"#01030{at}" for at in range(MOST_RUNS))
@@ -45,7 +48,7 @@ _STYLE = {
     "grid.color": _GRID,
     "xtick.color": _INK,
     "ytick.color": _INK,
-    "hatch.color": _INK,
+    "hatch.linewidth": 0.6,
     "svg.fonttype": "none",
     "svg.hashsalt": "anygauge",
     "text.parse_math": False,
@@ -145,40 +148,32 @@ def bar_chart(
     """Horizontal bars, from the top.
 
     Args:
-        rows: a title, the number of its run, and part -> value. Parts have hatches of their own, by
-            their order in the first row that has them.
+        rows: a title, the number of its run, and part -> value, of at most four parts.
         stacked: the parts follow each other; otherwise each has a bar.
     """
+    from matplotlib.patches import Patch
+
     drawn: list[str] = []
-    hatches = ("", "////", "|||", "xxx")
     parts = list(dict.fromkeys(each for _, _, values in rows for each in values))
-    thick = 0.7 if stacked else 0.8 / max(1, len(parts))
-    with _axes(name, drawn, height=max(1.6, 0.9 + 0.45 * len(rows))) as axes:
+    looks = dict(zip(parts, PARTS, strict=False))
+    thick = 0.7 if stacked else 0.8 / len(parts)
+    with _axes(name, drawn, height=0.9 + 0.45 * len(rows)) as axes:
         for row, (_, run, values) in enumerate(rows):
             left = 0.0
             for at, each in enumerate(parts):
+                alpha, hatch = looks[each]
+                value = values.get(each, 0.0)
+                shape = {"height": thick, "left": left, "hatch": hatch, "linewidth": 0}
                 y = row if stacked else row + (at - (len(parts) - 1) / 2) * thick
-                axes.barh(
-                    y,
-                    values.get(each, 0.0),
-                    height=thick * 0.9,
-                    left=left if stacked else 0.0,
-                    color=_RUNS[run],
-                    alpha=1.0 if at == 0 else 0.45,
-                    hatch=hatches[at % len(hatches)],
-                    linewidth=0,
-                )
-                left += values.get(each, 0.0)
+                axes.barh(y, value, facecolor=(_RUNS[run], alpha), edgecolor=_INK, **shape)
+                left += value if stacked else 0.0
         axes.set_yticks(range(len(rows)), [title for title, _, _ in rows])
         axes.invert_yaxis()
         axes.grid(visible=False, axis="y")
         axes.set_xlabel(unit)
-        from matplotlib.patches import Patch
-
-        handles = [
-            Patch(facecolor=_INK, alpha=1.0 if at == 0 else 0.45, hatch=hatches[at % len(hatches)])
-            for at in range(len(parts))
+        keys = [
+            Patch(facecolor=(_INK, alpha), hatch=hatch, edgecolor=_INK, linewidth=0.5, label=each)
+            for each, (alpha, hatch) in looks.items()
         ]
-        legend = {"loc": "outside upper left", "ncols": 2, "frameon": False}
-        axes.figure.legend(handles, parts, **legend)
+        axes.figure.legend(handles=keys, loc="outside upper left", ncols=2, frameon=False)
     return drawn[0]
