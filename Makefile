@@ -79,7 +79,7 @@ DISTRIBUTED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Which tests run when: a path below stands for all in it.
 KIT := tests/testing tests/backends/test_hpu_kit.py tests/docs/test_plugins_page.py
-MORE := tests/benchmarks tests/cli/test_cloud_jobs.py tests/clouds tests/docker \
+MORE := tests/benchmarks tests/cli/test_cloud_jobs.py tests/cli/test_report_browser.py tests/clouds tests/docker \
     tests/docs/test_clouds_page.py tests/kernels/test_triton_compiles.py
 QUICK := -m "not slow and not launchers and not image"
 

@@ -68,7 +68,10 @@ def report(
         for run in found
         for sample in (_samples(run, prompt, max_new_tokens, backend) if prompt else ())
     ]
-    page = page_of(found, answers)
+    try:
+        page = page_of(found, answers)
+    except RecursionError:
+        raise UsageError("a file of these runs is nested too deeply to be one of a run") from None
     write_text(path, page)
     Console().print(f"report: {path} ({format_bytes(len(page.encode()))})")
 

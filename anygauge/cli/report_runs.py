@@ -18,8 +18,10 @@ from typing import Any
 from anygauge.interface import ATTEMPTS, PROFILE, UsageError
 from anygauge.launch.run_directory import METRICS, RESOLVED
 from anygauge.util.files import open_regular, read_json
+from anygauge.util.hiding import is_secret, without_users
 from anygauge.util.text import escape, flatten_values, near_file
 
+LARGEST = 1e30
 LONGEST_LINE = 1 << 16
 LONGEST_TEXT = 300
 MOST_EVENTS = 200
@@ -30,16 +32,16 @@ Points = Sequence[tuple[int, float]]
 
 
 def number(value: Any) -> float | None:
-    """A finite number; None for everything else."""
+    """A number that can be drawn; None for everything else."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and abs(value) < 1e300 else None
+    return float(value) if is_number and abs(value) < LARGEST else None
 
 
 def text(value: Any) -> str:
     """A short text without control characters; "" for what is not of JSON, such as None."""
     if not isinstance(value, str | int | float | list | dict) or value in ([], {}):
         return ""
-    shown = escape(value if isinstance(value, str) else json.dumps(value))
+    shown = without_users(escape(value if isinstance(value, str) else json.dumps(value)))
     return shown if len(shown) <= LONGEST_TEXT else f"{shown[:LONGEST_TEXT]}..."
 
 
@@ -50,9 +52,9 @@ def part(value: Any, *names: str) -> Any:
     return {} if value is None else value
 
 
-def when(at: float) -> str:
-    """A time of the clock, in UTC."""
-    with contextlib.suppress(ValueError, OverflowError, OSError):
+def when(at: Any) -> str:
+    """A time of the clock, in UTC; "" for what is none."""
+    with contextlib.suppress(ValueError, TypeError, OverflowError, OSError):
         return time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(at))
     return ""
 
@@ -103,7 +105,7 @@ class RunRecord:
             for name, value in given.items() if isinstance(given, Mapping) else ():
                 phase = found.setdefault(name if name in ("load", "save") else "training", {})
                 phase[kind] = max(phase.get(kind, 0.0), number(value) or 0.0)
-        return found
+        return {phase: found[phase] for phase in ("load", "training", "save") if phase in found}
 
     def time_split(self) -> dict[str, float]:
         """Part of the latest start -> seconds; without a report, from the first step on."""
@@ -155,7 +157,7 @@ def differences(runs: Sequence[RunRecord]) -> list[list[str]]:
     return [
         [name, *(text(each.get(name)) for each in flat)]
         for name in dict.fromkeys(name for each in flat for name in each)
-        if any(each.get(name) != flat[0].get(name) for each in flat)
+        if not is_secret(name) and any(each.get(name) != flat[0].get(name) for each in flat)
     ]
 
 
