@@ -3,7 +3,7 @@
 #   make demo        fine-tune a small model on this machine
 #   make plugins     build and install the devices of examples/plugins (C++: four minutes)
 #   make test        lint, types, import contracts, and the tests but the slow ones and those of the next
-#                    two; about 16 minutes on two cores
+#                    two; about ten minutes on two cores
 #   make test-kit    the conformance kit: over the devices of examples/plugins, whose own tests run too,
 #                    over the stand-in for Gaudi and over devices that are wrong; and docs/plugins.md
 #   make test-more   clouds, benchmarks, versions of images, and what Triton's compiler makes of kernels
@@ -66,8 +66,8 @@ export OMP_NUM_THREADS ?= 1
 USABLE := import sys, ensurepip, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
 
 .DEFAULT_GOAL := test
-.PHONY: gpu gpu-full demo docs plugins test test-kit test-more test-slow test-launchers test-gaudi-stack test-lowest test-core zoo \
-    image-cpu test-image clean-images lint format site clean .venv
+.PHONY: gpu gpu-full demo docs plugins test tests test-kit test-more test-slow test-launchers test-gaudi-stack test-lowest \
+    test-core zoo image-cpu test-image clean-images lint style types format site clean .venv
 
 demo: $(STAMP)
 	@$(BIN)/python examples/demo/demo.py
@@ -83,9 +83,13 @@ MORE := tests/benchmarks tests/cli/test_cloud_jobs.py tests/cli/test_report_brow
     tests/docs/test_clouds_page.py tests/kernels/test_triton_compiles.py
 QUICK := -m "not slow and not launchers and not image"
 
-# Lint and the build of the devices, which stand-ins of other tests are made of, have a process each.
+# Style and the build of the devices, which stand-ins of other tests are made of, have a process each;
+# types are checked beside the tests, which wait for processes now and then.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory -j $(JOBS) --output-sync=target lint $(BUILT)
+	@$(MAKE) --no-print-directory -j $(JOBS) --output-sync=target style $(BUILT)
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+tests: $(BUILT)
 	@echo "==> tests"
 	@$(BIN)/python -m pytest $(QUICK) $(DISTRIBUTED) $(addprefix --ignore=,$(KIT) $(MORE))
 
@@ -207,16 +211,20 @@ gpu-full: $(GPU_VENV)/.installed
 	@$(or $(PYTHON),python3) benchmarks/gpu/install.py $(WHEELS) .venv-gpu
 	@touch $@
 
-lint: $(STAMP)
+lint: style types
+
+style: $(STAMP)
 	@echo "==> ruff"
 	@$(BIN)/ruff check --quiet
 	@$(BIN)/ruff format --check --quiet
 	@echo "==> hadolint"
 	@$(BIN)/hadolint docker/*.Dockerfile
-	@echo "==> mypy"
-	@$(BIN)/mypy
 	@echo "==> import contracts"
 	@$(BIN)/python -m tests.architecture.contracts
+
+types: $(STAMP)
+	@echo "==> mypy"
+	@$(BIN)/mypy
 
 docs: $(STAMP)
 	@$(BIN)/python -m docs.make_docs

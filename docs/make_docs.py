@@ -125,27 +125,13 @@ def escaped(text: str) -> str:
 
 def default(field: Any) -> str:
     """A field's default, as a cell."""
+    from anygauge.config.describe import default_text
     from anygauge.util.section import Section
 
-    if field.is_required():
-        return "required"
-    value: Any = field.get_default(call_default_factory=True)
-    text = "its defaults" if isinstance(value, Section) else f"`{as_yaml(value)}`"
-    return text.replace("|", "&#124;")
-
-
-def as_yaml(value: Any) -> str:
-    """A value as a run file has it."""
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if isinstance(value, dict):
-        return "{}" if not value else "{...}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(as_yaml(item) for item in value)}]"
-    if isinstance(value, str):
-        # A line break would end the table's row.
-        return value if value.isprintable() else json.dumps(value)
-    return f"{value:g}"
+    text = default_text(field)
+    if field.is_required() or isinstance(field.get_default(call_default_factory=True), Section):
+        return text
+    return f"`{text}`".replace("|", "&#124;")
 
 
 # -- environment.md, gaudi.md, stacks.md ---------------------------------------------------------

@@ -50,18 +50,9 @@ ZERO = {"strategy": {"name": "zero", "stage": 3, "reentrant": True}}
 SCENARIOS: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
     "70b": (LLAMA_70B, {}),
     "8b": (LLAMA_8B, merged(LORA, ZERO)),
-    "8b-narrow": (
-        LLAMA_8B,
-        merged(merged(LORA, ZERO), {"train": {"micro_batch_size": 1}}),
-    ),
-    "8b-packed": (
-        LLAMA_8B,
-        merged(merged(LORA, ZERO), PACKED),
-    ),
-    "single": (
-        LLAMA_8B,
-        merged(merged(LORA, PACKED), {"strategy": {"name": "single"}}),
-    ),
+    "8b-narrow": (LLAMA_8B, merged(merged(LORA, ZERO), {"train": {"micro_batch_size": 1}})),
+    "8b-packed": (LLAMA_8B, merged(merged(LORA, ZERO), PACKED)),
+    "single": (LLAMA_8B, merged(merged(LORA, PACKED), {"strategy": {"name": "single"}})),
 }
 """Name -> sizes of the model, and what stands in the run file; the 70B run's is the example. Rows
 of `8b` stand in fours, so that most steps are wide; those of `8b-narrow` alone."""
@@ -203,11 +194,7 @@ def run_file(
             "eval_fraction": held_out / (sequences + held_out) / (held_out // 3),
             "cache": str(folder / "cache"),
         },
-        "train": {
-            "epochs": 1,
-            "eval_every": 2,
-            "global_batch_size": ranks * micro,
-        },
+        "train": {"epochs": 1, "eval_every": 2, "global_batch_size": ranks * micro},
         "launch": {"devices": ranks},
         # Values mean nothing: the saved adapter gives others than the trained one.
         "adapter": {"verify": False},

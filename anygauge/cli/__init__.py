@@ -20,6 +20,9 @@ from anygauge.util.text import did_you_mean, escape, wrap_for_stream
 
 COMMANDS = {
     "train": "Fine-tune a model as described in a run file.",
+    "init": "Write a run file that fits a machine, from a few answers.",
+    "fields": "Show the fields of a run file: meaning, type and default.",
+    "schema": "Write the JSON schema of run files, for editors.",
     "launch": "Start a run on other machines, or write what a launcher would do.",
     "plan": "Show how much memory and time a run needs, without its devices.",
     "job": "Follow, show or end a job on other machines.",
@@ -39,9 +42,14 @@ _HOMES = {
     **dict.fromkeys(("launchers", "backends", "strategies", "kernels"), "listings"),
     **dict.fromkeys(("generate", "merge"), "trained"),
     "launch": "train",
+    "schema": "fields",
     "job": "job_command",
 }
 """Command -> its file, where that has another name."""
+COMPLETION = {
+    "--install-completion": "Complete commands, options and fields in this shell.",
+    "--show-completion": "Show what that option installs.",
+}
 
 
 def main() -> NoReturn:
@@ -104,6 +112,10 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
     Raises:
         AnygaugeError: what `main` prints.
     """
+    if "_ANYGAUGE_COMPLETE" in os.environ or arguments[:1] in ([name] for name in COMPLETION):
+        from anygauge.cli.completion import complete
+
+        complete(arguments)
     if not arguments or arguments[0] in ("-h", "--help"):
         print(help_text())
         return 0 if arguments else 2
@@ -117,24 +129,29 @@ def run(arguments: list[str], *, own_process: bool = False) -> int:
         near = did_you_mean(name, COMMANDS, 0.6) or ";"
         raise UsageError(f"there is no command {name!r}{near} commands: {', '.join(COMMANDS)}")
     with interrupts_end_process():
-        import typer
-        import typer.main
-
-        from anygauge.cli.shared_options import UsageCommand
-
-        app = typer.Typer(
-            add_completion=False,
-            pretty_exceptions_enable=False,
-            rich_markup_mode=None,
-            context_settings={"help_option_names": ["--help", "-h"]},
-        )
-        app.command(name, cls=UsageCommand)(command_function(name))
-    command = typer.main.get_command(app)
+        command = typer_command(name)
     try:
         command.main(args=rest, prog_name=f"anygauge {name}", obj=own_process)
     except SystemExit as exit_:
         return exit_.code if isinstance(exit_.code, int) else int(exit_.code is not None)
     return 0
+
+
+def typer_command(name: str) -> Any:
+    """A command of this name, as typer has it."""
+    import typer
+    import typer.main
+
+    from anygauge.cli.shared_options import UsageCommand
+
+    app = typer.Typer(
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        rich_markup_mode=None,
+        context_settings={"help_option_names": ["--help", "-h"]},
+    )
+    app.command(name, cls=UsageCommand)(command_function(name))
+    return typer.main.get_command(app)
 
 
 def command_function(name: str) -> Callable[..., None]:
@@ -172,6 +189,7 @@ def help_text() -> str:
     """What ``anygauge --help`` prints."""
     width = max(map(len, COMMANDS))
     commands = "\n".join(f"  {name:<{width}}  {line}" for name, line in COMMANDS.items())
+    options = "\n".join(f"  {name:<20}  {line}" for name, line in COMPLETION.items())
     return f"""Usage: anygauge COMMAND [OPTIONS]
 
 One LLM fine-tuning loop, any accelerator.
@@ -180,5 +198,6 @@ Commands:
 {commands}
 
 Options:
-  -h, --help  Show this message, or a command's: anygauge COMMAND --help
-  --version   Show the version."""
+  -h, --help            Show this message, or a command's: anygauge COMMAND --help
+  --version             Show the version.
+{options}"""

@@ -8,9 +8,10 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -87,9 +88,10 @@ def plan(
     described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
     flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
     names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
-    cases = [_read_case(run_file, set_ or [], flags, name, described, registry) for name in names]
+    read = partial(load_run_file, run_file)
+    cases = [read_case(read, set_ or [], flags, name, described, registry) for name in names]
     (run, target), *_ = cases
-    unknown = _why_no_verdict(target.card)
+    unknown = why_no_verdict(target.card)
     if suggest and unknown:
         raise UsageError(f"--suggest: {unknown}")
     fetch_configuration(run)
@@ -115,20 +117,24 @@ def plan(
             record["strategies"] = _show_choices(console, "strategy", layouts)
         if not unknown and (suggest or not trial.fits):
             found = changes.what_to_change(trial, tried, batch, lengths)
-            record["changes"] = _show_changes(console, found, fits=trial.fits)
+            record["changes"] = show_changes(console, found, fits=trial.fits)
     if json_:
         typer.echo(json.dumps(record, indent=2))
 
 
-def _read_case(
-    run_file: Path,
+def read_case(
+    read: Callable[..., RunFile],
     overrides: list[str],
     flags: Mapping[str, Any],
     name: str | None,
     described: Hardware,
     registry: Registry,
 ) -> tuple[RunFile, Target]:
-    """The run as it would be on a machine, and that machine; None: this one."""
+    """The run as it would be on a machine, and that machine; None: this one.
+
+    Args:
+        read: gives the run, from overrides and flags.
+    """
     if name is not None:
         machine = described.machine(name)
         card = described.card(machine.card)
@@ -138,10 +144,10 @@ def _read_case(
         own = [f"{path}={value}" for path, value in usual.items() if flags.get(path) is None]
         overrides = [*own, *overrides]
     try:
-        run = load_run_file(run_file, overrides, flags)
+        run = read(overrides, flags)
     except RunFileError as error:
         try:  # one that only lacks a tokenizer can be planned
-            run = load_run_file(run_file, [*overrides, "model.tokenizer=none"], flags)
+            run = read([*overrides, "model.tokenizer=none"], flags)
         except RunFileError:
             raise error from None
     if name is None:
@@ -158,7 +164,7 @@ def _read_case(
 
 def _show_trial(console: Console, trial: Trial, notes: Sequence[str]) -> dict[str, Any]:
     """Verdict, notes on machines, phases and time; returned are docs/planning.md's keys of JSON."""
-    target, (verdict, *about) = trial.target, _trial_lines(trial)
+    target, (verdict, *about) = trial.target, trial_lines(trial)
     console.print(verdict, style="bold")
     console.print("\n".join([*about, *notes]))
     console.print(make_table(_phase_rows(trial)))
@@ -176,7 +182,7 @@ def _show_trial(console: Console, trial: Trial, notes: Sequence[str]) -> dict[st
     }
 
 
-def _why_no_verdict(card: Card | None) -> str:
+def why_no_verdict(card: Card | None) -> str:
     """Why no verdict is possible; "" where one is."""
     if card is None:
         return "Not compared with a device's memory: name a machine (--machine h100:8)"
@@ -189,11 +195,11 @@ def _why_no_verdict(card: Card | None) -> str:
     )
 
 
-def _trial_lines(trial: Trial) -> Iterator[str]:
+def trial_lines(trial: Trial) -> Iterator[str]:
     """Whether a run fits, what it needs, and what is left or missing; then what was planned."""
     fit, card, found = trial.fit, trial.target.card, trial.memory
     if card is None or fit is None:
-        yield _why_no_verdict(card)
+        yield why_no_verdict(card)
     else:
         has = f"each {card.name} needs {_gib(fit.needs)} of {_gib(fit.memory)} GiB ({fit.phase})"
         for name, (needed, there) in fit.shared.items():
@@ -277,7 +283,7 @@ def _show_choices(console: Console, what: str, choices: Sequence[Choice]) -> lis
     return [one.record() for one in choices]
 
 
-def _show_changes(console: Console, found: Iterable[Choice], *, fits: bool) -> list[dict[str, Any]]:
+def show_changes(console: Console, found: Iterable[Choice], *, fits: bool) -> list[dict[str, Any]]:
     """Print what to change of a run that fits, or does not, as options; returns as above."""
     record: list[dict[str, Any]] = []
     console.print("What to change, cheapest first:", style="bold")

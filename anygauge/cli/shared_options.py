@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer.core import TyperCommand
 
+from anygauge.cli.typed_so_far import backend_names, field_settings, launcher_names, run_files
 from anygauge.util.errors import UsageError
 from anygauge.util.text import shorten
 
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
     from anygauge.interface import Backend
     from anygauge.registry import Registry, Selection
 
-RUN_FILE = typer.Argument(help="The run file (YAML).", metavar="RUN.yaml")
+RUN_FILE = typer.Argument(help="The run file (YAML).", metavar="RUN.yaml", autocompletion=run_files)
 RunFileArgument = Annotated[Path, RUN_FILE]
 ModelArgument = Annotated[
     str,
@@ -26,13 +27,20 @@ ModelArgument = Annotated[
 ]
 BackendOption = Annotated[
     str | None,
-    typer.Option("--backend", help="A backend's name, or auto; `anygauge backends` lists them."),
+    typer.Option(
+        "--backend",
+        help="A backend's name, or auto; `anygauge backends` lists them.",
+        autocompletion=backend_names,
+    ),
 ]
 DevicesOption = Annotated[
     int | None, typer.Option("--devices", min=1, help="Ranks per machine, one per device.")
 ]
 NodesOption = Annotated[int | None, typer.Option("--nodes", min=1, help="Machines.")]
-LauncherOption = Annotated[str | None, typer.Option("--launcher", help="How ranks are started.")]
+LauncherOption = Annotated[
+    str | None,
+    typer.Option("--launcher", help="How ranks are started.", autocompletion=launcher_names),
+]
 OutputOption = Annotated[str | None, typer.Option("--output", help="Folder for run directories.")]
 ResumeOption = Annotated[
     str | None,
@@ -45,7 +53,12 @@ ResumeOption = Annotated[
 ]
 SetOption = Annotated[
     list[str] | None,
-    typer.Option("--set", help="Change a field: a.b=value; repeatable.", metavar="A.B=VALUE"),
+    typer.Option(
+        "--set",
+        help="Change a field: a.b=value; repeatable. `anygauge fields` shows them.",
+        metavar="A.B=VALUE",
+        autocompletion=field_settings,
+    ),
 ]
 PlanOption = Annotated[
     bool | None,

@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import inspect
+import json
+import re
 import types
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
-from pydantic import Field, create_model
+from pydantic import Field, JsonValue, create_model
 from pydantic.fields import FieldInfo
 
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import StrategySection, all_sections, section_of
+from anygauge.config.strategies import StrategySection, all_sections, section_of, strategy_of
 from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError
+from anygauge.registry import installed_plugins
+from anygauge.registry.specs import OPTIONS_AT, load_options
 from anygauge.util.section import Section
 
 LARGEST_SHOWN = 100_000
 _BOUNDS = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
 _WORDS: Mapping[Any, str] = {
     **{int: "whole number", float: "number", str: "text", bool: "true or false"},
-    **{None: "null", type(None): "null", Any: "any value"},
+    **{None: "null", type(None): "null", Any: "any value", JsonValue: "any value"},
 }
 
 
@@ -58,8 +63,14 @@ class Kind:
 
     @property
     def sections(self) -> tuple[type[Section], ...]:
-        """The sections that this type is, or is a list of; each once."""
-        found = [self.section, *(kind.section for member in self.members if (kind := member.item))]
+        """The sections that this type is, or is a list or mapping of; each once."""
+        found = [self.section]
+        for member in self.members:
+            values = (
+                get_args(member.annotation)[1:] if get_origin(member.annotation) is dict else ()
+            )
+            parts = (member.item, *map(Kind.of, values))
+            found += [kind.section for kind in parts if kind is not None]
         return tuple(dict.fromkeys(each for each in found if each is not None))
 
     @property
@@ -70,8 +81,9 @@ class Kind:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The values of a Literal."""
-        return get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+        """The values of a Literal, as a run file has them."""
+        found = get_args(self.annotation) if get_origin(self.annotation) is Literal else ()
+        return tuple(map(as_yaml, found))
 
     def bound(self, name: str) -> Any:
         """A limit as pydantic names it (``le``, ``max_length``, ``pattern``); None without one."""
@@ -122,7 +134,8 @@ class Kind:
         if self.section is not None:
             return "section"
         if self.choices:
-            return args[0] if len(args) == 1 else f"one of {', '.join(args)}"
+            several = "one of " if len(self.choices) > 1 else ""
+            return f"{several}{', '.join(self.choices)}"
         if self.item is not None:
             return f"list of {self.item}"
         if origin is tuple:
@@ -168,6 +181,82 @@ def meaning(field: FieldInfo) -> str:
         return field.description
     section = field_kind(field).section
     return "" if section is None else (section.__doc__ or "").strip().splitlines()[0]
+
+
+def section_summary(section: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring, in one line."""
+    return " ".join((section.__doc__ or "").partition("\n\n")[0].split())
+
+
+def meaning_in(section: type[Section], name: str) -> str:
+    """Return what a field of a section means, also where ``Attributes`` of a docstring say it."""
+    if text := meaning(section.model_fields[name]):
+        return text
+    for owner in inspect.getmro(section):
+        _, _, about = inspect.cleandoc(owner.__dict__.get("__doc__") or "").partition("Attributes:")
+        line = rf"^    (?:\w+, )*{name}(?:, \w+)*: (.*(?:\n {{5,}}.*)*)"
+        if found := re.search(line, about, re.MULTILINE):
+            return " ".join(found[1].split())
+    return ""
+
+
+def default_text(field: FieldInfo) -> str:
+    """Return a field's default as a run file has it; ``required``, or ``its defaults``."""
+    if field.is_required():
+        return "required"
+    value: Any = field.get_default(call_default_factory=True)
+    return "its defaults" if isinstance(value, Section) else as_yaml(value)
+
+
+def as_yaml(value: Any) -> str:
+    """Write a value as a run file has it, in one line; what a mapping holds is left out."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, dict):
+        return "{}" if not value else "{...}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(as_yaml(item) for item in value)}]"
+    if isinstance(value, str):
+        # A line break would end the line, or the row of a table.
+        return value if value.isprintable() else json.dumps(value)
+    return f"{value:g}"
+
+
+@dataclass(frozen=True, slots=True)
+class SectionPlace:
+    """A section, and where it stands in a run file.
+
+    Attributes:
+        owner: kind and name of the plugin whose it is, ``launcher slurm``; "" of the core's.
+        whole: all that this plugin takes, not a part of that.
+    """
+
+    path: tuple[str, ...]
+    section: type[Section]
+    owner: str = ""
+    whole: bool = True
+
+
+def all_places() -> tuple[list[SectionPlace], list[str]]:
+    """Return every section, those of plugins too, and why options of a plugin cannot be read."""
+    places, unread = [], []
+    for path, section in sections():
+        owner = ""
+        if issubclass(section, StrategySection):
+            owner = f"strategy {strategy_of(section)}"
+        places.append(SectionPlace(path, section, owner))
+    for kind, at in OPTIONS_AT.items():
+        for provided in getattr(installed_plugins(), f"{kind}s"):
+            name = provided.spec.name
+            try:
+                options = load_options(provided)
+            except PluginError as error:
+                unread.append(str(error))
+                continue
+            found = sections(tuple(at.format(name).split(".")), options)
+            owner = f"{kind} {name}"
+            places += [SectionPlace(path, one, owner, one is options) for path, one in found]
+    return places, unread
 
 
 def sections(

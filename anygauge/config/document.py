@@ -54,18 +54,22 @@ class NotYaml(Exception):
         self.line = line
 
 
-def read_document(path: Path, shown: str, problems: list[Problem]) -> YamlNode:
+def read_document(
+    path: Path, shown: str, problems: list[Problem], text: str | None = None
+) -> YamlNode:
     """One file as a tree; its root is known by the file, without a line.
 
     Args:
         shown: the file as complaints name it.
         problems: as of `read_yaml`.
+        text: what stands in the file; None: it is read.
 
     Raises:
         RunFileError: there is no such file, or it is not a mapping in YAML.
     """
     try:
-        text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
+        if text is None:
+            text = read_bounded(path, MOST_BYTES).decode("utf-8-sig")
         root = read_yaml(text, Origin(shown, 1, path.parent), problems)
     except FileNotFoundError:
         raise RunFileError(f"{shown}: no such file{near_file(path)}") from None

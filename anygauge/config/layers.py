@@ -34,6 +34,7 @@ def read_files(
     environ: Mapping[str, str],
     problems: list[Problem],
     chain: tuple[tuple[Path, str], ...] = (),
+    text: str | None = None,
 ) -> YamlNode:
     """One file with everything it extends merged beneath it.
 
@@ -43,11 +44,12 @@ def read_files(
         environ: variables for the paths of `extends`.
         problems: complaints that leave the rest readable are added here.
         chain: the files that led here, each real path with its shown name.
+        text: what stands in the file; None: it is read.
 
     Raises:
         RunFileError: a file is not there, is not YAML, or extends itself.
     """
-    root = read_document(path, shown, problems)
+    root = read_document(path, shown, problems, text)
     word_as_section(root)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)

@@ -33,6 +33,7 @@ def load_run_file(
     *,
     environ: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    text: str | None = None,
 ) -> RunFile:
     """Reads and checks a run file; whether data and models exist is left to `check_paths`.
 
@@ -45,6 +46,7 @@ def load_run_file(
         flags: values of options of their own by dotted path; None where an option is not given.
         environ: variables for paths; left out: those of the process.
         cwd: what `output` and paths of the command line are relative to; left out: the process's.
+        text: what will stand in the run file; None: it is read.
 
     Raises:
         RunFileError: naming every problem that was found, with file and line.
@@ -53,7 +55,7 @@ def load_run_file(
     cwd = Path.cwd() if cwd is None else cwd
     name = os.fspath(path)
     problems: list[Problem] = []
-    root = read_files(cwd / path, name, environ, problems)
+    root = read_files(cwd / path, name, environ, problems, text=text)
     root = merge(root, read_command_line(overrides, flags or {}, cwd, problems))
     spell_out(root)
     resolve_paths(root, environ, cwd, problems)

@@ -85,10 +85,11 @@ class DataSection(Section):
     """Rows to train and evaluate on, and how they become tokens."""
 
     train: SourceSection | list[SourceSection] = Field(
-        description="Rows to train on: one source, or a list of them."
+        description="Rows to train on: one source, or a list of them.",
+        json_schema_extra={"minItems": 1},
     )
     eval: SourceSection | list[SourceSection] | None = Field(
-        None, description="Rows to evaluate on."
+        None, description="Rows to evaluate on.", json_schema_extra={"minItems": 1}
     )
     eval_fraction: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="Share of the training rows to hold out for evaluation, in place of eval."
@@ -148,6 +149,7 @@ class DataSection(Section):
         None,
         description="Folder for tokenized rows; null: $ANYGAUGE_CACHE, or ~/.cache/anygauge; off: "
         "tokenize anew in each run.",
+        json_schema_extra={"anyOf": [{"type": "string"}, {"const": False}, {"type": "null"}]},
     )
 
     @field_validator("cache", mode="before")

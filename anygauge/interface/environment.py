@@ -14,6 +14,7 @@ from typing import Any
 from anygauge.interface.fabric import NO_FABRIC, ChosenFabric
 from anygauge.interface.job import Job
 from anygauge.interface.node import Node
+from anygauge.interface.probe import major_minor
 
 __all__ = [
     "THREADS",
@@ -78,7 +79,7 @@ class EnvironmentRule:
 
     name: str
     value: str
-    scope: Scope
+    scope: Scope = Scope.JOB
     reason: str
     source: str
     decide: Callable[[RuleContext], Setting | Skip]
@@ -116,10 +117,8 @@ class RuleContext:
         return self.node.variables.get(name, self.job.environment.get(name))
 
     def version(self, library: str) -> tuple[int, int]:
-        """``2.9.0+cu128`` is (2, 9); (0, 0) where the library is not installed or unreadable."""
-        major, _, rest = self.node.libraries.get(library, "").partition(".")
-        minor = rest.partition(".")[0]
-        return (int(major), int(minor)) if major.isdigit() and minor.isdigit() else (0, 0)
+        """Major and minor; (0, 0) where the library is not installed or its version unreadable."""
+        return major_minor(self.node.libraries.get(library)) or (0, 0)
 
 
 def interface_rule(

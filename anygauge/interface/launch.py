@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,6 +11,8 @@ from typing import Any, Literal, Protocol
 
 from anygauge.interface.container_image import ImageRelease
 from anygauge.interface.job import Job
+from anygauge.util.errors import AnygaugeError
+from anygauge.util.files import write_text
 
 __all__ = [
     "ABILITIES",
@@ -21,6 +25,7 @@ __all__ = [
     "PlannedFile",
     "PlannedProcess",
     "RunningJob",
+    "variables_file",
 ]
 
 
@@ -66,6 +71,14 @@ class PlannedFile:
     path: str
     text: str
     mode: int = 0o644
+
+
+_VARIABLES = "variables.json"
+
+
+def variables_file(folder: Path) -> PlannedFile:
+    """The file of `Plan.passed`, still empty: `Plan.write_files` puts their values into it."""
+    return PlannedFile(path=str(folder / _VARIABLES), text="{}", mode=0o600)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,6 +146,24 @@ class Plan:
     grace_s: float = 5.0
     record: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def passed(self) -> dict[str, str]:
+        """The variables of `pass_environment`, as this process has them now."""
+        return {name: os.environ[name] for name in self.pass_environment if name in os.environ}
+
+    def write_files(self) -> None:
+        """Write `files`, with the values of variables in a `variables_file`.
+
+        Raises:
+            AnygaugeError: a file cannot be written.
+        """
+        for file in self.files:
+            text = json.dumps(self.passed) if Path(file.path).name == _VARIABLES else file.text
+            try:
+                write_text(file.path, text, file.mode)
+            except OSError as error:
+                raise AnygaugeError(f"{file.path} cannot be written: {error}") from error
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobState:
@@ -182,13 +213,26 @@ class Launcher(Protocol):
             options: what the run file says, of the class that `LauncherSpec.options` names.
             profile: what containers need for the backend, and for the network where the run file
                 names one.
+
+        Raises:
+            AnygaugeError: an option is wrong, or does not go with the job.
         """
 
     def submit(self, plan: Plan) -> RunningJob:
-        """Do it."""
+        """Do it.
+
+        Raises:
+            AnygaugeError: a file cannot be written, a process cannot be started, or the service or
+                its client refuses.
+        """
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """A job that an earlier process submitted; only where jobs have a `record`."""
+        """A job that an earlier process submitted; only where jobs have a `record`.
+
+        Raises:
+            UnsupportedError: the record is not one of this launcher, or its jobs end with the
+                command that started them.
+        """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,8 @@ and `importlib.util.find_spec`, imports nothing heavy and changes nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,7 +21,9 @@ __all__ = [
     "Probe",
     "count_of",
     "file_text",
+    "file_texts",
     "installed_version",
+    "major_minor",
     "pci_devices",
 ]
 
@@ -34,6 +37,16 @@ def file_text(path: Path) -> str:
         return ""
 
 
+def file_texts(patterns: Iterable[str], root: Path = Path("/")) -> dict[str, str]:
+    """Path -> text of the files that fit absolute patterns below `root`; no device is opened: ""
+    for one that is no regular file."""
+    return {
+        f"/{path.relative_to(root)}": file_text(path) if path.is_file() else ""
+        for pattern in patterns
+        for path in sorted(root.glob(pattern.lstrip("/")))
+    }
+
+
 def installed_version(distribution: str) -> str | None:
     """The version of a package on this machine; None without it."""
     from importlib import metadata  # takes longer than all that is here
@@ -42,6 +55,12 @@ def installed_version(distribution: str) -> str | None:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
+
+
+def major_minor(version: str | None) -> tuple[int, int] | None:
+    """``2.9.0+cu128`` is (2, 9); None for what is not a version."""
+    match = re.match(r"(\d+)\.(\d+)", version or "")
+    return (int(match[1]), int(match[2])) if match else None
 
 
 def pci_devices(root: Path, vendor: str, kind: str = "") -> list[str]:
@@ -196,9 +215,11 @@ class Check:
     remedy: str = ""
 
     @classmethod
-    def of(cls, name: str, passed: bool, seen: str, remedy: str) -> Check:
-        """Return a check that passed, or else failed and has a remedy."""
-        return cls(name, Outcome.PASS, seen) if passed else cls(name, Outcome.FAIL, seen, remedy)
+    def of(
+        cls, name: str, passed: bool, seen: str, remedy: str, otherwise: str = Outcome.FAIL
+    ) -> Check:
+        """One that passed, or else failed (or what `otherwise` says) and has a remedy."""
+        return cls(name, Outcome.PASS, seen) if passed else cls(name, otherwise, seen, remedy)
 
     @classmethod
     def warn(cls, name: str, seen: str, remedy: str) -> Check:

@@ -229,8 +229,8 @@ def write_speed(folder: Path, size: int = WRITE_BYTES) -> Check:
 
 
 def _pass_or_warn(name: str, fine: bool, seen: str, remedy: str) -> Check:
-    """Return a check that passes, or warns of what a run can live with."""
-    return Check(name, Outcome.PASS, seen) if fine else Check(name, Outcome.WARN, seen, remedy)
+    """One that passes, or warns of what a run can live with."""
+    return Check.of(name, fine, seen, remedy, Outcome.WARN)
 
 
 def hub_access(endpoint: str = "https://huggingface.co", timeout_s: float = 10.0) -> Check:

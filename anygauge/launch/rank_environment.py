@@ -26,6 +26,7 @@ from anygauge.interface import (
     Scope,
     choose_fabric,
     file_text,
+    file_texts,
     installed_version,
 )
 from anygauge.registry import (
@@ -148,10 +149,7 @@ def inspect_node(
         root: the folder of /proc and /sys.
     """
     order = _ordered_cores(root)
-    libraries = (
-        "torch",
-        *backend.libraries,
-    )  # any backend's settings may depend on torch's version
+    libraries = ("torch", *backend.libraries)  # any backend's settings may depend on torch's
     return Node(
         rank=rank,
         hostname=socket.gethostname(),
@@ -162,7 +160,7 @@ def inspect_node(
         libraries={name: found for name in libraries if (found := installed_version(name))},
         variables={name: environ[name] for name in backend.variables if name in environ},
         files=_find_files(root, backend.files),
-        texts=_read_texts(root, backend.readings),
+        texts=file_texts(backend.readings, root),
     )
 
 
@@ -225,15 +223,6 @@ def _find_files(root: Path, names: Iterable[str]) -> dict[str, str]:
         elif path := next((f / name for f in linked if (f / name).is_file()), None):
             found[name] = str(path)
     return found
-
-
-def _read_texts(root: Path, patterns: Iterable[str]) -> dict[str, str]:
-    """Read the files that fit; do not open a device's file."""
-    return {
-        f"/{path.relative_to(root)}": file_text(path) if path.is_file() else ""
-        for pattern in patterns
-        for path in sorted(root.glob(pattern.lstrip("/")))
-    }
 
 
 def _number(path: Path) -> int | None:

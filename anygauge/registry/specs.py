@@ -60,7 +60,7 @@ def _load_attribute(provided: Provided[Any], field: str) -> Any:
     return value
 
 
-_OPTIONS_AT = {
+OPTIONS_AT = {
     "backend": "backend_options",
     "launcher": "launch.options",
     "tracker": "tracker_options.{}",
@@ -102,7 +102,7 @@ def read_options(provided: Provided[Any], given: Mapping[str, Any] | None) -> An
         return model.model_validate(dict(given or {}))
     except ValidationError as error:
         kind, name = provided.kind, provided.spec.name
-        of = (model, _OPTIONS_AT[kind].format(name), f"the {name} {kind}")
+        of = (model, OPTIONS_AT[kind].format(name), f"the {name} {kind}")
         raise RunFileError("\n".join(_problem(*of, one) for one in error.errors())) from None
 
 

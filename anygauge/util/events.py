@@ -53,6 +53,11 @@ def message_event(text: str, level: str = "info") -> dict[str, Any]:
     return {"event": "message", "time": time.time(), "text": text, "level": level}
 
 
+def ended_event(state: str, exit_status: int, cause: str) -> dict[str, Any]:
+    """How a job ended, from whoever follows it, where no agent reports it."""
+    return {"event": "ended", "state": state, "exit_status": exit_status, "cause": cause}
+
+
 class EventWriter:
     """Writes events as lines to a file descriptor; to nowhere if it is None. Thread-safe."""
 

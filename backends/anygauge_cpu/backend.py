@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from pydantic import Field
@@ -10,7 +10,6 @@ from pydantic import Field
 from anygauge.interface import (
     FULL,
     Backend,
-    Check,
     Collectives,
     LaunchProfile,
     Level,
@@ -60,6 +59,7 @@ class CpuBackend(Backend):
     options: CpuOptions
     engine_names: Mapping[str, str] = {"deepspeed": "cpu"}
     environment_rules = RULES
+    diagnostics = staticmethod(checks)
     files = ALLOCATORS
     launch = LaunchProfile(
         image=own_image("cpu", RELEASES),
@@ -98,7 +98,3 @@ class CpuBackend(Backend):
 
     def __init__(self, options: CpuOptions | None = None) -> None:
         super().__init__(options or CpuOptions())
-
-    def diagnostics(self) -> Sequence[Check]:
-        """See `anygauge_cpu.diagnostics`."""
-        return checks()

@@ -26,25 +26,23 @@ def checks(root: Path = Path("/")) -> Sequence[Check]:
 
 
 def _collectives() -> Check:
-    name = "collectives"
     try:
         from torch.distributed import is_available, is_gloo_available
     except ImportError as error:
         seen = f"torch.distributed cannot be imported: {error}"
-        return Check.of(name, False, seen, "install a build of torch with distributed support")
+        remedy = "install a build of torch with distributed support"
+        return Check("collectives", Outcome.FAIL, seen, remedy)
     if is_available() and is_gloo_available():
-        return Check(name, Outcome.PASS, "gloo is built in")
+        return Check("collectives", Outcome.PASS, "gloo is built in")
     remedy = "run one process only, or install a build with gloo"
-    return Check.warn(name, "this build of torch has no gloo", remedy)
+    return Check.warn("collectives", "this build of torch has no gloo", remedy)
 
 
 def _cores() -> Check:
     usable, installed = len(os.sched_getaffinity(0)), os.cpu_count() or 0
     seen = f"{usable} of {installed} logical processors may be used"
-    if usable >= installed:
-        return Check("cores", Outcome.PASS, seen)
     remedy = "widen the affinity mask or the container's cpuset, if that was not meant"
-    return Check.warn("cores", seen, remedy)
+    return Check.of("cores", usable >= installed, seen, remedy, Outcome.WARN)
 
 
 def _arithmetic(root: Path) -> Check:

@@ -44,11 +44,7 @@ class CpuPlacement(Placement):
     # -- opening ---------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> torch.device:
-        """Bind this process to its cores, if it was given any, and return the device.
-
-        Raises:
-            NotAvailableError: the cores that the environment names do not exist here.
-        """
+        """Bind this process to its cores, if it was given any, and return the device."""
         cores = os.environ.get(CORES_VARIABLE)
         if cores:
             self._bind(cores)

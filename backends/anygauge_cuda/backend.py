@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Annotated
 
 from pydantic import Field
@@ -10,7 +10,6 @@ from pydantic import Field
 from anygauge.interface import (
     FULL,
     Backend,
-    Check,
     Collectives,
     LaunchProfile,
     Level,
@@ -77,6 +76,7 @@ class CudaBackend(Backend):
     sums_vary = "atomic additions finish in any order"
     fabrics = FABRICS
     environment_rules = RULES
+    diagnostics = staticmethod(checks)
     variables = (ALLOCATOR_OLD, ALLOCATOR_NEW, VISIBLE)
     files = (*TOPOLOGIES, NCCL_SETTINGS)
     readings = READINGS
@@ -118,13 +118,8 @@ class CudaBackend(Backend):
         device = super().open(local_rank)
         found = hardware_dtypes(device)
         lacking = Support(
-            Level.UNSUPPORTED_BY_HARDWARE,
-            f"the opened card has {', '.join(sorted(found))} only",
+            Level.UNSUPPORTED_BY_HARDWARE, f"the opened card has {', '.join(sorted(found))} only"
         )
         types = {name: FULL if name in found else lacking for name in ("bfloat16", "float16")}
         self.capabilities = {**self.capabilities, **types}
         return device
-
-    def diagnostics(self) -> Sequence[Check]:
-        """See `anygauge_cuda.diagnostics`."""
-        return checks()

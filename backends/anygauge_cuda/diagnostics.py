@@ -54,20 +54,19 @@ def _build() -> Check:
 def _compatibility(driver: str | None) -> Check:
     import torch
 
-    cuda, name = torch.version.cuda, _PAIR
+    cuda = torch.version.cuda
     if driver is None or cuda is None:
         missing = "driver" if driver is None else "CUDA version of torch"
-        return Check.skip(name, f"nothing to compare: the {missing} is not known")
+        return Check.skip(_PAIR, f"nothing to compare: the {missing} is not known")
     seen = f"driver {driver}, torch built for CUDA {cuda}"
     serves = driver_serves(driver, cuda)
     if serves is None:
         remedy = "compare with NVIDIA's CUDA Compatibility guide: this version is not known here"
-        return Check.warn(name, seen, remedy)
+        return Check.warn(_PAIR, seen, remedy)
     images = [r.name for r in RELEASES if r.built and driver_serves(driver, r.versions["cuda"])]
     ready = f"; images for this driver: anygauge image --release {images[-1]}" if images else ""
-    return Check.of(
-        name, serves, seen, f"install a newer driver, or a torch for an older CUDA{ready}"
-    )
+    remedy = f"install a newer driver, or a torch for an older CUDA{ready}"
+    return Check.of(_PAIR, serves, seen, remedy)
 
 
 def _usable(expected: int | None) -> Check:
@@ -85,10 +84,10 @@ def _usable(expected: int | None) -> Check:
     if lacking:
         found, _, remedy = lacking.partition(": ")
         return Check.of(_USABLE, False, found, remedy)
-    if expected is None or count >= expected:
-        return Check.of(_USABLE, True, seen, "")
-    seen = f"{seen}, of {expected} in this machine"
-    return Check.warn(_USABLE, seen, "check CUDA_VISIBLE_DEVICES, if fewer were not meant")
+    fewer = expected is not None and count < expected
+    seen += f", of {expected} in this machine" if fewer else ""
+    remedy = "check CUDA_VISIBLE_DEVICES, if fewer were not meant"
+    return Check.of(_USABLE, not fewer, seen, remedy, Outcome.WARN)
 
 
 def _surprises() -> Sequence[Check]:

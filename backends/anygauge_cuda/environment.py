@@ -215,7 +215,6 @@ RULES = (
     EnvironmentRule(
         name="CUDA_DEVICE_ORDER",
         value="PCI_BUS_ID",
-        scope=Scope.JOB,
         reason="CUDA otherwise numbers GPUs by their speed",
         source="CUDA C++ programming guide: CUDA environment variables",
         decide=lambda context: context.set_to(
@@ -235,7 +234,6 @@ RULES = (
     EnvironmentRule(
         name="NCCL_NET",
         value="Socket or IB, where launch.fabric names ethernet, infiniband or roce",
-        scope=Scope.JOB,
         reason="NCCL otherwise falls back to a slower network silently",
         source=_NCCL_SOURCE + ", NCCL_NET",
         decide=_net,

@@ -95,12 +95,7 @@ class CudaPlacement(Placement):
     # -- opening ---------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> torch.device:
-        """Take the GPU of this local rank.
-
-        Raises:
-            NotAvailableError: torch has no CUDA, CUDA has no usable GPU, or too few of them; or
-                torch has no kernels for this one.
-        """
+        """Take the GPU of this local rank, if torch has kernels for it."""
         import torch
 
         if torch.version.cuda is None:

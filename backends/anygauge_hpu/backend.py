@@ -12,7 +12,6 @@ from pydantic import AfterValidator, Field
 from anygauge.interface import (
     FULL,
     Backend,
-    Check,
     Collectives,
     Compiler,
     Graph,
@@ -140,17 +139,12 @@ class HpuOptions(Options):
         "reference: the model's own",
     )
     optimum_habana: bool = Field(
-        False,
-        description="let optimum-habana adapt transformers' models before one is built",
+        False, description="let optimum-habana adapt transformers' models before one is built"
     )
 
 
 def check_options(options: HpuOptions, mode: Mode) -> None:
-    """Check what goes together.
-
-    Raises:
-        RunFileError: an option means nothing with another one.
-    """
+    """Refuse an option that means nothing with another one (`RunFileError`)."""
     given = options.model_fields_set
     for name in LAZY_ONLY:
         if mode is not Mode.LAZY and getattr(options, name):
@@ -298,6 +292,7 @@ class HpuBackend(Backend):
     engine_names: Mapping[str, str] = {"deepspeed": "hpu"}
     fabrics = FABRICS
     environment_rules = RULES
+    diagnostics = staticmethod(checks)
     libraries = (PLUGIN,)
     variables = (MODULES_VARIABLE,)
     readings = PATTERNS
@@ -347,13 +342,11 @@ class HpuBackend(Backend):
         ),
         # Source: bitsandbytes 0.50, backends/hpu/ops.py.
         "adamw_8bit": Support(
-            Level.UNSUPPORTED_BY_VERSION,
-            "bitsandbytes 0.50 has no optimizer for these cards",
+            Level.UNSUPPORTED_BY_VERSION, "bitsandbytes 0.50 has no optimizer for these cards"
         ),
     }
 
     def __init__(self, options: HpuOptions | None = None) -> None:
-        """Raises: RunFileError: an option means nothing with another one."""
         super().__init__(options or HpuOptions())
         version = installed_version(PLUGIN)
         self.mode, self.mode_reason = choose_mode(
@@ -397,12 +390,7 @@ class HpuBackend(Backend):
         )
 
     def adapt_models(self, *, packing: bool) -> None:
-        """Let optimum-habana replace transformers' models, where the run file asks for it.
-
-        Raises:
-            UnsupportedError: it is not installed whole, or rows are packed, which it or the form of
-                fused attention does not serve.
-        """
+        """Let optimum-habana replace transformers' models, where the run file asks for it."""
         if packing and self.options.fast_softmax and self.options.attention_recompute:
             raise UnsupportedError(
                 "backend_options.fast_softmax and attention_recompute: Gaudi's fused attention "
@@ -435,10 +423,6 @@ class HpuBackend(Backend):
     ) -> Callable[[], AbstractContextManager[Any]]:
         """See `anygauge_hpu.gaudi_fp8`."""
         return train_in_fp8(model, kept, reentrant)
-
-    def diagnostics(self) -> Sequence[Check]:
-        """See `anygauge_hpu.diagnostics`."""
-        return checks()
 
 
 def _preferred_kernels(options: HpuOptions) -> dict[str, str]:

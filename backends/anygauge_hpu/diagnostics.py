@@ -7,17 +7,17 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from anygauge.interface import Check, ImageRelease, Outcome, installed_version, read_releases
-from anygauge_hpu.environment import LAZY_VARIABLE, MODULES_VARIABLE
-from anygauge_hpu.probe import (
-    PLUGIN,
-    driver_version,
-    is_fork,
-    look_at_files,
+from anygauge.interface import (
+    Check,
+    ImageRelease,
+    Outcome,
+    file_texts,
+    installed_version,
     major_minor,
-    modules_here,
-    probe,
+    read_releases,
 )
+from anygauge_hpu.environment import LAZY_VARIABLE, MODULES_VARIABLE
+from anygauge_hpu.probe import PATTERNS, PLUGIN, driver_version, is_fork, modules_here, probe
 
 RELEASES = read_releases(Path(__file__).with_name("device.toml"))
 """Releases of Gaudi's software, oldest first, named as Intel does: ``1.23.0``."""
@@ -57,7 +57,7 @@ def checks(
         ),
         _deepspeed(versions),
         _mode(environ, versions),
-        _modules(environ, found.device_count, modules_here(look_at_files(root))),
+        _modules(environ, found.device_count, modules_here(file_texts(PATTERNS, root))),
         _kernels_path(environ, installed=PLUGIN in versions),
     ]
 
@@ -79,42 +79,31 @@ def is_of(version: str | None, release: ImageRelease) -> bool:
 def _versions(root: Path, versions: Mapping[str, str]) -> list[Check]:
     release, torch = release_of(versions[PLUGIN]), versions.get("torch", "")
     seen = f"{PLUGIN} {versions[PLUGIN]}, torch {torch or 'not installed'}"
-    known = f"{RELEASES[0].name} to {RELEASES[-1].name}"
     fits = release is not None and major_minor(torch) == major_minor(release.versions["torch"])
     # A patch that is not known here may come with another torch, as 1.24.1 did.
     if release is None or not (fits or is_of(versions[PLUGIN], release)):
-        remedy = f"releases known here: {known}; compare Intel's"
-        release_check = Check.warn("release", seen, remedy)
+        known = f"{RELEASES[0].name} to {RELEASES[-1].name}"
+        of_torch = Check.warn("release", seen, f"releases known here: {known}; compare Intel's")
     else:
-        release_check = Check.of(
+        of_torch = Check.of(
             "release",
             fits,
             f"{seen}; {release.name} goes with torch {release.versions['torch']} "
             f"({release.source})",
             f"use {release.base}, or an image made of it (anygauge image --backend hpu)",
         )
-    driver = driver_version(root)
-    same = driver is not None and major_minor(driver) == major_minor(versions[PLUGIN])
-    pair = f"driver {driver or 'not loaded'}, {PLUGIN} {versions[PLUGIN]}"
+    name, driver = "driver release", driver_version(root)
     if driver is None:
-        return [release_check, Check.skip("driver release", "the driver is not loaded")]
-    if same:
-        return [release_check, Check("driver release", Outcome.PASS, pair)]
+        return [of_torch, Check.skip(name, "the driver is not loaded")]
+    same = major_minor(driver) == major_minor(versions[PLUGIN])
+    pair = f"driver {driver}, {PLUGIN} {versions[PLUGIN]}"
     remedy = "use driver and software of one release"
-    return [release_check, Check.warn("driver release", pair, remedy)]
-
-
-def _built_for(deepspeed: str) -> str | None:
-    """The release that a build of DeepSpeed is Intel's for; None for a build that is not Intel's.
-
-    Intel's builds are versions such as ``0.16.1+hpu.synapse.v1.21.0``.
-    """
-    match = re.search(r"\+hpu\.synapse\.v(\d+\.\d+\.\d+)", deepspeed)
-    return match[1] if match else None
+    return [of_torch, Check.of(name, same, pair, remedy, Outcome.WARN)]
 
 
 def _deepspeed(versions: Mapping[str, str]) -> Check:
-    """Intel's builds are of the device's release, and say so behind DeepSpeed's own version."""
+    """Intel's builds are of the device's release, and say so behind DeepSpeed's own version, as
+    ``0.16.1+hpu.synapse.v1.21.0``."""
     name, version = "deepspeed", versions.get("deepspeed")
     release = release_of(versions.get(PLUGIN))
     install = (
@@ -126,7 +115,7 @@ def _deepspeed(versions: Mapping[str, str]) -> Check:
         return _skip(name)
     if version is None:
         return Check.warn(name, "deepspeed is not installed", f"strategy zero needs it: {install}")
-    built = _built_for(version)
+    built = re.search(r"\+hpu\.synapse\.v(\d+\.\d+\.\d+)", version)
     if built is None:
         return Check.warn(
             name,
@@ -134,8 +123,8 @@ def _deepspeed(versions: Mapping[str, str]) -> Check:
             f"{install}; with another one, lazy mode needs strategy.reentrant: true",
         )
     wanted = None if release is None else release.versions[name]
-    seen = f"deepspeed {version}, Intel's build of release {built}"
-    if wanted is None or major_minor(built) == major_minor(wanted):
+    seen = f"deepspeed {version}, Intel's build of release {built[1]}"
+    if wanted is None or major_minor(built[1]) == major_minor(wanted):
         return Check(name, Outcome.PASS, seen)
     return Check.warn(name, f"{seen}; {PLUGIN} {versions[PLUGIN]} goes with {wanted}", install)
 
@@ -146,9 +135,8 @@ def _mode(environ: Mapping[str, str], versions: Mapping[str, str]) -> Check:
         return Check("mode", Outcome.PASS, f"{LAZY_VARIABLE} is unset: anygauge sets it")
     seen = f"{LAZY_VARIABLE}={value}, torch {torch or 'not installed'}"
     if value != "0" and torch and not is_fork(torch):
-        remedy = "unset the variable, or use Intel's image"
-        remedy = f"lazy mode needs Intel's build of torch (+git...): {remedy}"
-        return Check("mode", Outcome.FAIL, seen, remedy)
+        seen += "; lazy mode needs Intel's build (+git...)"
+        return Check("mode", Outcome.FAIL, seen, "unset the variable, or use Intel's image")
     return Check.warn("mode", seen, "unset it: a run file chooses with backend_options.mode")
 
 
@@ -157,8 +145,7 @@ def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] 
     name = "visible modules"
     if text is None:
         stated = f" ({','.join(here)})" if here else ""
-        seen = f"{MODULES_VARIABLE} is unset: all{stated}"
-        return Check(name, Outcome.PASS, seen)
+        return Check(name, Outcome.PASS, f"{MODULES_VARIABLE} is unset: all{stated}")
     seen = f"{MODULES_VARIABLE}={text}"
     if not re.fullmatch(r"\s*\d+\s*(,\s*\d+\s*)*", text):
         remedy = "write module numbers with commas between them, such as 0,1,2,3"
@@ -171,9 +158,9 @@ def _modules(environ: Mapping[str, str], cards: int | None, here: Sequence[str] 
         seen += f", but the modules here are {','.join(here or ())}"
         remedy = f"name modules that are here, or unset {MODULES_VARIABLE}"
         return Check(name, Outcome.FAIL, seen, remedy)
-    if cards is not None and len(numbers) > cards:
-        return Check.warn(name, f"{seen}, but {cards} cards are here", "name as many as there are")
-    return Check(name, Outcome.PASS, seen)
+    more = cards is not None and len(numbers) > cards
+    seen += f", but {cards} cards are here" if more else ""
+    return Check.of(name, not more, seen, "name as many as there are", Outcome.WARN)
 
 
 def _kernels_path(environ: Mapping[str, str], *, installed: bool) -> Check:

@@ -18,9 +18,10 @@ from anygauge.interface import (
     Setting,
     Skip,
     interface_rule,
+    major_minor,
     meeting_rule,
 )
-from anygauge_hpu.probe import PLUGIN, major_minor, modules_here
+from anygauge_hpu.probe import PLUGIN, modules_here
 
 LAZY_VARIABLE = "PT_HPU_LAZY_MODE"
 
@@ -108,7 +109,6 @@ def _engine_default(name: str, what: str) -> EnvironmentRule:
     return EnvironmentRule(
         name=name,
         value="0 with strategy zero, or auto that the ranks decide",
-        scope=Scope.JOB,
         reason=f"DeepSpeed switches {what} off",
         source="deepspeed/accelerator/hpu_accelerator.py, apply_hpu_workarounds",
         decide=decide,
@@ -196,8 +196,7 @@ FABRICS = (
         what="the host's network interfaces, which read card memory directly (libfabric)",
     ),
     Fabric(
-        name="host_nic",
-        what="the host's network interfaces, through the host's memory (libfabric)",
+        name="host_nic", what="the host's network interfaces, through the host's memory (libfabric)"
     ),
 )
 """What Gaudi's library can use between machines, in the order in which it looks for them."""
@@ -206,7 +205,6 @@ RULES = (
     EnvironmentRule(
         name=LAZY_VARIABLE,
         value="1 in lazy mode, else 0",
-        scope=Scope.JOB,
         reason="its default changed with release 1.21, and libraries disagree about it when unset",
         source=f"{_BRIDGE}, utils/internal.py; Gaudi-tutorials, PR 154",
         decide=_lazy_mode,
@@ -214,7 +212,6 @@ RULES = (
     EnvironmentRule(
         name="PT_HPU_MAX_COMPOUND_OP_SIZE",
         value="backend_options.graph_limit, in lazy mode",
-        scope=Scope.JOB,
         reason="a smaller graph holds fewer intermediate tensors, at some cost in speed",
         source=_FLAGS,
         decide=_graph_limit,
@@ -222,7 +219,6 @@ RULES = (
     EnvironmentRule(
         name="PT_HPU_MAX_COMPOUND_OP_SYNC",
         value="1 with backend_options.graph_limit_sync",
-        scope=Scope.JOB,
         reason="frees what a cut graph held before the next one is traced",
         source=f"{_BRIDGE}, habana_lazy/hpu_stage_submission.cpp",
         decide=_graph_limit_sync,
@@ -232,7 +228,6 @@ RULES = (
     EnvironmentRule(
         name="PT_HPU_RECIPE_CACHE_CONFIG",
         value="FOLDER,false,MEGABYTES from backend_options.recipe_cache",
-        scope=Scope.JOB,
         reason="processes read compiled graphs from there instead of compiling their own",
         source=f"{_BRIDGE}, habana_serialization/recipe_cache_config.cpp",
         decide=_recipe_cache,
@@ -240,7 +235,6 @@ RULES = (
     EnvironmentRule(
         name="HCCL_OVER_OFI",
         value="0 or 1 where launch.fabric names the network, on several machines",
-        scope=Scope.JOB,
         reason="chooses between Gaudi's own NICs and the host's",
         source=_HCL,
         decide=_over_ofi,
@@ -249,7 +243,6 @@ RULES = (
     EnvironmentRule(
         name="HCCL_GAUDI_DIRECT",
         value="1 with launch.fabric: host_nic_direct",
-        scope=Scope.JOB,
         reason="the host's NICs read card memory without a copy through the host's",
         source=f"{_HCL}; kernel 5.12 and libfabric 1.20 (1.16.1 on EFA) or newer",
         decide=_gaudi_direct,
@@ -273,11 +266,8 @@ RULES = (
 
 
 def refuse_contradictions(environ: Mapping[str, str], mode: Mode) -> None:
-    """Look at what a rank would start with.
-
-    Raises:
-        RunFileError: a variable contradicts the run's mode, or would end the process.
-    """
+    """Refuse a variable that contradicts the run's mode, or would end the process
+    (`RunFileError`)."""
     lazy = environ.get(LAZY_VARIABLE)
     if lazy is not None and (lazy != "0") is not (mode is Mode.LAZY):
         raise RunFileError(

@@ -11,9 +11,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import MemoryStats, NotAvailableError, Placement, profile_with_torch
+from anygauge.interface import (
+    MemoryStats,
+    NotAvailableError,
+    Placement,
+    file_texts,
+    profile_with_torch,
+)
 from anygauge_hpu.environment import LAZY_VARIABLE, MODULE_VARIABLE, MODULES_VARIABLE, Mode
-from anygauge_hpu.probe import PACKAGE, is_fork, look_at_files, modules_here, why_missing
+from anygauge_hpu.probe import PACKAGE, PATTERNS, is_fork, modules_here, why_missing
 
 if TYPE_CHECKING:
     import torch
@@ -35,12 +41,7 @@ class HpuPlacement(Placement):
     # -- opening ---------------------------------------------------------------------------
 
     def open(self, local_rank: int) -> torch.device:
-        """Load Gaudi's software in the run's mode, and take this rank's card.
-
-        Raises:
-            NotAvailableError: the software is missing or in another mode, there is no card, or it
-                is taken.
-        """
+        """Load Gaudi's software in the run's mode, and take this rank's card."""
         missing = why_missing()
         if missing:
             raise NotAvailableError(f"Gaudi's software cannot be loaded: {missing}")
@@ -112,7 +113,7 @@ class HpuPlacement(Placement):
             and MODULE_VARIABLE not in os.environ
         )
         if named:
-            here = modules_here(look_at_files()) or ()
+            here = modules_here(file_texts(PATTERNS)) or ()
             inside = local_rank < len(here)
             os.environ[MODULE_VARIABLE] = here[local_rank] if inside else str(local_rank)
         return named

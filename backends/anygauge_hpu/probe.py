@@ -72,12 +72,6 @@ def is_fork(torch_version: str) -> bool:
     return torch_version.partition("+")[2].startswith(("git", "hpu"))
 
 
-def major_minor(version: str | None) -> tuple[int, int] | None:
-    """``1.23.0.695`` is (1, 23); None for what is not a version."""
-    match = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(match[1]), int(match[2])) if match else None
-
-
 def _devices(nodes: list[str], on_bus: list[str]) -> Finding:
     looked = (f"/sys/bus/pci/devices (vendor {VENDOR})", "/dev/accel/accel*", "/sys/class/accel")
     if nodes:
@@ -145,13 +139,3 @@ def modules_here(texts: Mapping[str, str]) -> tuple[str, ...] | None:
     if not numbers or len(set(numbers)) < len(numbers):
         return None
     return tuple(map(str, numbers))
-
-
-def look_at_files(root: Path = Path("/")) -> dict[str, str]:
-    """The files of `PATTERNS` below a folder; opens no device."""
-    found = {}
-    for pattern in PATTERNS:
-        for path in root.glob(pattern.lstrip("/")):
-            text = file_text(path) if path.is_file() else ""
-            found[f"/{path.relative_to(root)}"] = text
-    return found

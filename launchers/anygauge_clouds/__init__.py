@@ -13,22 +13,20 @@ WRITTEN_FOR = 1
 @hookimpl
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
     """Announce the clouds' launchers."""
-    kubernetes = "kubernetes:Kubernetes", "kubernetes:KubernetesOptions"
-    azureml = "azureml:Azureml", "azureml:AzuremlOptions"
-    sagemaker = "sagemaker:Sagemaker", "sagemaker:SagemakerOptions"
     return [
         # Its clusters consist of machines that anygauge_launchers describes.
-        _launcher("kubernetes", *kubernetes, "", "detach", "warn", "requeue"),
-        _launcher("azureml", *azureml, "anygauge_clouds:azure.toml", "detach"),
-        _launcher("sagemaker", *sagemaker, "anygauge_clouds:aws.toml", "detach", "warn", "requeue"),
+        _launcher("kubernetes", "", "detach", "warn", "requeue"),
+        _launcher("azureml", "anygauge_clouds:azure.toml", "detach"),
+        _launcher("sagemaker", "anygauge_clouds:aws.toml", "detach", "warn", "requeue"),
     ]
 
 
-def _launcher(name: str, factory: str, options: str, hardware: str, *can: str) -> LauncherSpec:
+def _launcher(name: str, hardware: str, *can: str) -> LauncherSpec:
+    factory = f"anygauge_clouds.{name}:{name.capitalize()}"
     return LauncherSpec(
         name=name,
-        factory=f"anygauge_clouds.{factory}",
-        options=f"anygauge_clouds.{options}",
+        factory=factory,
+        options=f"{factory}Options",
         api_version=WRITTEN_FOR,
         tested_on="emulated",
         remote=True,

@@ -25,6 +25,7 @@ from anygauge.interface import (
     Plan,
     PlannedFile,
     PlannedProcess,
+    variables_file,
 )
 from anygauge.util.clients import run_client
 from anygauge_clouds.service_job import Service, ServiceLauncher
@@ -37,7 +38,6 @@ from anygauge_clouds.submission import (
     read_template,
     relocate,
     service_name,
-    variables_file,
 )
 
 RUNS = "/anygauge/run"
@@ -48,25 +48,12 @@ _NAME_LIMIT = 64
 _POLLING = "AZUREML_RUN_POLLING_INTERVAL_MAX"
 """Most seconds between two looks of Azure's client at a log; it takes 60 by itself."""
 
-Name = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]{0,254}$")]
-Workspace = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]{2,32}$")]
-Group = Annotated[str, StringConstraints(pattern=r"^[-\w._()]{1,90}$")]
-Subscription = Annotated[
-    str, StringConstraints(pattern=r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$")
-]
-Environment = Annotated[
-    str, StringConstraints(pattern=r"^(azureml:)?[A-Za-z0-9._-]+([:@][A-Za-z0-9._-]+)$")
-]
 InputName = Annotated[str, StringConstraints(pattern=r"^[a-zA-Z_]+[a-zA-Z0-9_]*$")]
-Shm = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*[bkmg]$")]
 VaultSecret = Annotated[
     str,
     StringConstraints(
         pattern=r"^https://[a-zA-Z0-9-]{3,24}\.vault\.[a-z.]+/secrets/[0-9a-zA-Z-]{1,127}/?$"
     ),
-]
-Datastore = Annotated[
-    str, StringConstraints(pattern=r"^azureml://datastores/[A-Za-z0-9_]+/paths/\S+$")
 ]
 
 
@@ -85,6 +72,8 @@ class AzureInput(Options):
     Attributes:
         path: a data asset or a place in a datastore.
         at: where the run file finds it.
+        type: a folder, or one file.
+        mode: read over the network, or copied first.
     """
 
     path: Annotated[str, AfterValidator(_source)]
@@ -97,6 +86,8 @@ class AzuremlOptions(CloudOptions):
     """Options of the azureml launcher; `extra` is of the command job's YAML.
 
     Attributes:
+        workspace, resource_group: where the job runs.
+        subscription: of the az client; its own by default.
         compute: a cluster of the workspace.
         environment: of the workspace, ``NAME:VERSION`` or ``NAME@latest``, instead of `image`.
         output: in a datastore: where run directories are kept, each under its name.
@@ -106,14 +97,18 @@ class AzuremlOptions(CloudOptions):
         identity: whose rights the job has.
     """
 
-    workspace: Workspace
-    resource_group: Group
-    subscription: Subscription | None = None
-    compute: Name
-    environment: Environment | None = None
-    output: Datastore
+    workspace: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]{2,32}$")
+    resource_group: str = Field(pattern=r"^[-\w._()]{1,90}$")
+    subscription: str | None = Field(
+        None, pattern=r"^[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}$"
+    )
+    compute: str = Field(pattern=r"^[a-zA-Z0-9][a-zA-Z0-9_-]{0,254}$")
+    environment: str | None = Field(
+        None, pattern=r"^(azureml:)?[A-Za-z0-9._-]+([:@][A-Za-z0-9._-]+)$"
+    )
+    output: str = Field(pattern=r"^azureml://datastores/[A-Za-z0-9_]+/paths/\S+$")
     inputs: dict[InputName, AzureInput] = Field(default_factory=dict)
-    shm: Shm = "16g"
+    shm: str = Field("16g", pattern=r"^[1-9][0-9]*[bkmg]$")
     identity: Literal["managed", "user_identity", "aml_token"] | None = None
     secrets: dict[Variable, VaultSecret] = Field(default_factory=dict)
 
@@ -149,16 +144,11 @@ class AzureService(Service):
         scope: words by which the client finds the workspace.
     """
 
-    owner = "Azure"
+    owner, noun = "Azure", "Azure ML job"
     gone = r"ResourceNotFound|\(UserError\).* not found"
 
     name: str
     scope: tuple[str, ...]
-
-    @property
-    def title(self) -> str:
-        """For humans."""
-        return f"Azure ML job {self.name}"
 
     def az(self, action: str, *words: str) -> tuple[str, ...]:
         """A command of the az client on this job."""
@@ -202,11 +192,7 @@ class Azureml(ServiceLauncher):
     called = "an Azure ML job"
 
     def render(self, job: Job, options: AzuremlOptions, profile: LaunchProfile) -> Plan:
-        """The job's YAML, its files, and the commands that take them.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
+        """The job's YAML, its files, and the commands that take them."""
         here = Path(job.run_directory)
         there = relocate(job, RUNS)
         scope = ["--resource-group", options.resource_group, "--workspace-name", options.workspace]

@@ -2,7 +2,8 @@
 
 Azure says which machine this is in ``NODE_RANK`` and ``MASTER_ADDR``; the job's files are in the
 folder that the command starts in. SageMaker says it in ``resourceconfig.json``; the hyperparameters
-hold the job, in pieces.
+hold the job, in pieces. Whatever is not as it should be is an `AnygaugeError`, reported as an agent
+would.
 """
 
 from __future__ import annotations
@@ -38,22 +39,15 @@ _Agent = tuple[list[str], dict[str, str]]
 
 
 def pack_job(job: Job, secrets: Mapping[str, str]) -> dict[str, str]:
-    """Hyperparameters that hold a job: ASCII without line breaks, as the service demands.
-
-    Args:
-        secrets: variable -> ARN.
-    """
+    """Hyperparameters that hold a job and its secrets (variable -> ARN): ASCII without line breaks,
+    as the service demands."""
     text = json.dumps({"job": json.loads(job.dump()), "secrets": dict(secrets)})
     pieces = [text[k : k + PIECE] for k in range(0, len(text), PIECE)]
     return {f"anygauge.{number:03}": piece for number, piece in enumerate(pieces)}
 
 
 def unpack_job(found: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-    """The job file's text, and variable -> ARN of a secret.
-
-    Raises:
-        AnygaugeError: there is no job, or a piece is missing.
-    """
+    """The job file's text, and variable -> ARN of a secret."""
     pieces = [found[name] for name in sorted(found) if name.startswith("anygauge.")]
     try:
         record: dict[str, Any] = json.loads("".join(pieces))
@@ -63,14 +57,7 @@ def unpack_job(found: Mapping[str, str]) -> tuple[str, dict[str, str]]:
 
 
 def link(text: str) -> None:
-    """Make a path lead to where Azure has mounted data or a folder for output.
-
-    Args:
-        text: ``PATH=TARGET``.
-
-    Raises:
-        AnygaugeError: the path is taken, or there is no target.
-    """
+    """``PATH=TARGET``: make a path lead to where Azure has mounted data or a folder for output."""
     name, _, target = text.partition("=")
     path = Path(name)
     if not target or not Path(target).exists():
@@ -90,14 +77,7 @@ def link(text: str) -> None:
 
 
 def vault_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Values of secrets in Key Vaults, by the identity of the job.
-
-    Args:
-        secrets: variable -> address.
-
-    Raises:
-        AnygaugeError: Azure's packages are missing, or the vault refuses one.
-    """
+    """Values of secrets in Key Vaults (variable -> address), by the identity of the job."""
     if not secrets:
         return {}
     try:
@@ -118,14 +98,7 @@ def vault_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
 
 
 def manager_secrets(secrets: Mapping[str, str]) -> dict[str, str]:
-    """Values of secrets in Secrets Manager, by the role of the job.
-
-    Args:
-        secrets: variable -> ARN.
-
-    Raises:
-        AnygaugeError: boto3 is missing, or the service refuses one.
-    """
+    """Values of secrets in Secrets Manager (variable -> ARN), by the role of the job."""
     if not secrets:
         return {}
     try:
@@ -156,11 +129,7 @@ def _read_secrets(
 
 
 def azureml_agent(arguments: list[str]) -> _Agent:
-    """The agent of a machine of Azure's.
-
-    Raises:
-        AnygaugeError: Azure's variables or mounts are not what they should be.
-    """
+    """The agent of a machine of Azure's."""
     parser = argparse.ArgumentParser(prog="python -m anygauge_clouds.container azureml")
     parser.add_argument("--link", action="append", default=[], metavar="PATH=TARGET")
     parser.add_argument("--grace", required=True)
@@ -184,11 +153,7 @@ def azureml_agent(arguments: list[str]) -> _Agent:
 
 
 def sagemaker_agent(arguments: list[str]) -> _Agent:
-    """The agent of a machine of SageMaker's.
-
-    Raises:
-        AnygaugeError: the service's files are not what they should be.
-    """
+    """The agent of a machine of SageMaker's."""
     try:
         where = json.loads(Path(CONFIG, "resourceconfig.json").read_text())
         given = json.loads(Path(CONFIG, "hyperparameters.json").read_text())

@@ -28,6 +28,7 @@ from anygauge.interface import (
     PlannedFile,
     PlannedProcess,
     RunFileError,
+    variables_file,
 )
 from anygauge.util.clients import client_output, run_client
 from anygauge_clouds.service_job import Service, ServiceLauncher
@@ -41,8 +42,6 @@ from anygauge_clouds.submission import (
     relocate,
     service_name,
     submission_id,
-    variables_file,
-    write_files,
 )
 
 Kind = Literal["JobSet", "TrainJob"]
@@ -51,15 +50,12 @@ _TEMPLATES = read_template("kubernetes.yaml")
 _LABEL = r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?"
 Label = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}$")]
 """A name as Kubernetes has it for namespaces, claims and volumes (RFC 1123 label)."""
-JobName = Annotated[str, StringConstraints(pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")]
 Dotted = Annotated[str, StringConstraints(pattern=rf"^{_LABEL}(\.{_LABEL})*$", max_length=253)]
 """A name of a Secret or class (RFC 1123 subdomain)."""
 Quantity = Annotated[
     str, StringConstraints(pattern=r"^([0-9]+|[0-9]*\.[0-9]+)(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei)?$")
 ]
-Size = Annotated[str, StringConstraints(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Capability = Annotated[str, StringConstraints(pattern=r"^[A-Z][A-Z_]*$")]
-SecretKey = Annotated[str, StringConstraints(pattern=r"^[-._a-zA-Z0-9]+$")]
 _KEY = r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$"
 Key = Annotated[str, StringConstraints(pattern=_KEY)]
 """A resource's key, with or without a domain in front."""
@@ -102,10 +98,15 @@ class Storage(Claim):
 
 
 class SecretRef(Options):
-    """One entry of a Secret in the cluster."""
+    """One entry of a Secret in the cluster.
+
+    Attributes:
+        secret: the Secret's name.
+        key: of the entry.
+    """
 
     secret: Dotted
-    key: SecretKey
+    key: str = Field(pattern=r"^[-._a-zA-Z0-9]+$")
 
 
 class KubernetesOptions(CloudOptions):
@@ -114,6 +115,7 @@ class KubernetesOptions(CloudOptions):
     Attributes:
         kind: of the object that the job is; a TrainJob makes a JobSet of itself.
         name: of the object; by default it is made from the run's name.
+        namespace: of all that the job makes.
         context: kubectl's; its current one by default.
         storage: where run directories are.
         volumes: further claims, for data and models.
@@ -122,6 +124,8 @@ class KubernetesOptions(CloudOptions):
             devices; the backend's own by default.
         device_resource: used instead of the backend's, such as a slice of a card.
         runtime_class: of pods with devices, instead of the backend's; ``none``: the cluster's.
+        capabilities: that the container is given, beside the backend's.
+        image_pull_policy: when a node fetches the image; the cluster's by default.
         shm: memory for /dev/shm; loaders and collectives of one machine need it.
         restarts: how often the cluster starts all pods again, from the newest checkpoint, after
             it lost or pre-empted one.
@@ -132,7 +136,7 @@ class KubernetesOptions(CloudOptions):
     """
 
     kind: Kind = "JobSet"
-    name: JobName | None = None
+    name: str | None = Field(None, pattern=r"^[a-z]([-a-z0-9]*[a-z0-9])?$")
     namespace: Label = "default"
     context: str | None = None
     storage: Storage
@@ -141,12 +145,13 @@ class KubernetesOptions(CloudOptions):
     resources: dict[Key, Quantity] = Field(default_factory=dict)
     device_resource: Key | None = None
     runtime_class: Dotted | None = None
-    shm: Size = "16Gi"
+    # Loaders and collectives of one machine need it.
+    shm: str = Field("16Gi", pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")
     capabilities: list[Capability] = Field(default_factory=list)
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    restarts: Annotated[int, Field(ge=0, le=100)] = 0
-    time_limit_s: Annotated[int, Field(ge=1)] | None = None
-    keep_s: Annotated[int, Field(ge=0)] | None = None
+    restarts: int = Field(0, ge=0, le=100)
+    time_limit_s: int | None = Field(None, ge=1)
+    keep_s: int | None = Field(None, ge=0)
     runtime: Dotted | None = None
     queue: Label | None = None
 
@@ -186,11 +191,7 @@ class KubernetesOptions(CloudOptions):
         return self
 
     def check(self, job: Job, profile: LaunchProfile) -> None:
-        """What depends on the job.
-
-        Raises:
-            RunFileError: the options do not go with it.
-        """
+        """Refuse what does not go with the job (`RunFileError`)."""
         device = self.device_resource or profile.cluster_resource
         if device is not None and device in self.resources:
             raise RunFileError(
@@ -306,7 +307,7 @@ class KubernetesService(Service):
         try:
             return dict(json.loads(out))
         except ValueError:
-            return self.no_answer("kubectl printed no JSON")
+            return JobState(phase="silent", text="kubectl printed no JSON")
 
 
 class Kubernetes(ServiceLauncher):
@@ -316,11 +317,7 @@ class Kubernetes(ServiceLauncher):
     called = "a Kubernetes job"
 
     def render(self, job: Job, options: KubernetesOptions, profile: LaunchProfile) -> Plan:
-        """The manifest, the job file, and the commands that take them.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
+        """The manifest, the job file, and the commands that take them."""
         options.check(job, profile)
         here = Path(job.run_directory)
         there = relocate(job, f"{options.storage.path}/{here.name}")
@@ -359,12 +356,9 @@ class Kubernetes(ServiceLauncher):
         )
 
     def create(self, plan: Plan) -> None:
-        """Create the Secret and the object, and have the object own the Secret.
-
-        Raises:
-            AnygaugeError: see `ServiceLauncher.submit`. Nothing is left in the cluster.
-        """
-        write_files(plan)
+        """Create the Secret and the object, and have the object own the Secret; after a failure,
+        nothing is left in the cluster."""
+        plan.write_files()
         job_file, variables, manifest = (Path(file.path) for file in plan.files)
         service = KubernetesService(**plan.record)
         labels = yaml.safe_load(manifest.read_text())["metadata"]["labels"]

@@ -46,7 +46,6 @@ from anygauge_clouds.submission import (
     Variable,
     fill,
     merge,
-    passed_variables,
     read_template,
     relocate,
     service_name,
@@ -61,18 +60,12 @@ _OVERLAP_MS = 60_000
 _VARIABLE_LIMIT, _VARIABLES_LIMIT, _PIECES_LIMIT = 512, 100, 100
 _NAME_LIMIT = 63
 
-
-Role = Annotated[
-    str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
-]
 S3 = Annotated[str, StringConstraints(pattern=r"^s3://[a-z0-9][a-z0-9.-]{1,61}[a-z0-9](/[^\s]*)?$")]
 SecretArn = Annotated[
     str, StringConstraints(pattern=r"^arn:aws[a-z\-]*:secretsmanager:[a-z0-9-]+:\d{12}:secret:\S+$")
 ]
 Channel = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9._-]{1,64}$")]
 _ECR = r"^\d{12}\.dkr\.ecr(-fips)?\.[a-z0-9-]+\.amazonaws\.com(\.cn)?/\S+$"
-
-Registry = Annotated[str, StringConstraints(pattern=_ECR, max_length=255)]
 
 _FABRICS = ("efa", "ethernet")
 """Networks between machines that instance types have."""
@@ -94,12 +87,14 @@ class FileSystem(Options):
 
     Attributes:
         id: ``fs-...``.
+        type: of the file system.
         path: folder in it.
+        access: read only, or read and write.
     """
 
-    id: Annotated[str, StringConstraints(pattern=r"^fs-[0-9a-f]{8,17}$")]
+    id: str = Field(pattern=r"^fs-[0-9a-f]{8,17}$")
     type: Literal["EFS", "FSxLustre"]
-    path: Annotated[str, StringConstraints(pattern=r"^/\S*$", max_length=4096)]
+    path: str = Field(pattern=r"^/\S*$", max_length=4096)
     access: Literal["ro", "rw"] = "ro"
 
 
@@ -107,7 +102,10 @@ class SagemakerOptions(CloudOptions):
     """Options of the sagemaker launcher; `extra` is of the request CreateTrainingJob.
 
     Attributes:
+        role: that the job has, by its ARN.
         image: in Amazon ECR.
+        instance_type: of each machine.
+        time_limit_s: seconds after which the job is ended.
         output: where in S3 run directories are kept, each under its name.
         channels: name -> where it comes from: data that machines find in /opt/ml/input/data/NAME.
         channel_mode: of channels in S3: copied first, or read as they are needed.
@@ -119,20 +117,18 @@ class SagemakerOptions(CloudOptions):
         profile: of the aws client.
     """
 
-    role: Role
-    image: Registry | None = None
-    instance_type: Annotated[
-        str, StringConstraints(pattern=r"^ml\.[a-z0-9-]+\.(metal|[0-9]*x?large|medium)$")
-    ]
+    role: str = Field(pattern=r"^arn:aws[a-z\-]*:iam::\d{12}:role/?[a-zA-Z_0-9+=,.@\-_/]+$")
+    image: str | None = Field(None, pattern=_ECR, max_length=255)
+    instance_type: str = Field(pattern=r"^ml\.[a-z0-9-]+\.(metal|[0-9]*x?large|medium)$")
     output: S3
     channels: dict[Channel, S3 | FileSystem] = Field(default_factory=dict, max_length=20)
     channel_mode: Literal["File", "FastFile"] = "File"
-    time_limit_s: Annotated[int, Field(ge=1, le=28 * 86400)] = 86400
+    time_limit_s: int = Field(86400, ge=1, le=28 * 86400)
     spot: bool = False
-    max_wait_s: Annotated[int, Field(ge=1)] | None = None
+    max_wait_s: int | None = Field(None, ge=1)
     secrets: dict[Variable, SecretArn] = Field(default_factory=dict)
-    region: Annotated[str, StringConstraints(pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")] | None = None
-    profile: Annotated[str, StringConstraints(pattern=r"^\S+$")] | None = None
+    region: str | None = Field(None, pattern=r"^[a-z]{2}(-[a-z]+)+-\d$")
+    profile: str | None = Field(None, pattern=r"^\S+$")
 
     @model_validator(mode="after")
     def _go_together(self) -> SagemakerOptions:
@@ -157,11 +153,7 @@ class SagemakerOptions(CloudOptions):
         return self
 
     def check(self, job: Job, profile: LaunchProfile) -> None:
-        """What depends on the job.
-
-        Raises:
-            RunFileError: the options do not go with it.
-        """
+        """Refuse what does not go with the job (`RunFileError`)."""
         if not re.match(_ECR, self.image_for(job, profile)):
             raise RunFileError(
                 "launch.options.image: SageMaker takes images from Amazon ECR alone, and "
@@ -219,17 +211,12 @@ class SagemakerService(Service):
     """One training job."""
 
     log_delay_s = 30.0
-    owner = "AWS"
+    owner, noun = "AWS", "SageMaker training job"
     gone = r"ValidationException.*(not found|Could not find)"
 
     name: str
     region: str | None = None
     profile: str | None = None
-
-    @property
-    def title(self) -> str:
-        """For humans."""
-        return f"SageMaker training job {self.name}"
 
     def job(self, action: str, *words: str) -> tuple[str, ...]:
         """A command of the aws client on this job."""
@@ -253,7 +240,7 @@ class SagemakerService(Service):
             found = json.loads(out)
             status, second = found["TrainingJobStatus"], found.get("SecondaryStatus", "")
         except (ValueError, KeyError, TypeError):
-            return self.no_answer("the aws client printed no training job")
+            return JobState(phase="silent", text="the aws client printed no training job")
         if status == "Failed":
             reason = found.get("FailureReason", "no reason is given")
             return JobState(phase="failed", text=f"{self.title} failed: {reason}")
@@ -287,12 +274,7 @@ class Sagemaker(ServiceLauncher):
     called = "a SageMaker job"
 
     def render(self, job: Job, options: SagemakerOptions, profile: LaunchProfile) -> Plan:
-        """The request, and the commands that take it.
-
-        Raises:
-            RunFileError: an option is wrong.
-            UnsupportedError: the run file is too long for a request.
-        """
+        """The request, and the commands that take it."""
         options.check(job, profile)
         here = Path(job.run_directory)
         service = SagemakerService(
@@ -321,12 +303,8 @@ class Sagemaker(ServiceLauncher):
         )
 
     def create(self, plan: Plan) -> None:
-        """Send the request, with the variables that are passed on.
-
-        Raises:
-            AnygaugeError: see `ServiceLauncher.submit`; or SageMaker would not take a variable.
-        """
-        passed = passed_variables(plan)
+        """Send the request, with the variables that are passed on, if SageMaker takes those."""
+        passed = plan.passed
         long = next((n for n, value in passed.items() if len(value) > _VARIABLE_LIMIT), None)
         if long is not None or len(passed) > _VARIABLES_LIMIT:
             found = f"{len(passed)} variables" if long is None else f"a longer value of {long}"

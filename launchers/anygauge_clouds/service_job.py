@@ -26,9 +26,8 @@ from anygauge.util.clients import (
     last_line,
     run_client,
 )
-from anygauge.util.events import message_event, read_event
+from anygauge.util.events import ended_event, message_event, read_event
 from anygauge.util.processes import parent_environment
-from anygauge_clouds.submission import write_files
 
 Event = Mapping[str, Any]
 
@@ -46,6 +45,7 @@ class Service(abc.ABC):
 
     Attributes:
         owner: who answers, in words.
+        noun: what such a job is, for humans.
         gone: pattern of its complaint about a job that it does not know.
         log_delay_s: seconds that the coordinator's log may take to arrive once the service reports
             the end of the job.
@@ -54,13 +54,16 @@ class Service(abc.ABC):
     __slots__ = ()
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
     owner: ClassVar[str]
+    noun: ClassVar[str]
     gone: ClassVar[str]
     log_delay_s = 15.0
 
+    name: str
+
     @property
-    @abc.abstractmethod
     def title(self) -> str:
         """The job, for humans."""
+        return f"{self.noun} {self.name}"
 
     @property
     def record(self) -> Mapping[str, Any]:
@@ -102,10 +105,7 @@ class Service(abc.ABC):
             return done.stdout
         if re.search(self.gone, done.stderr, re.DOTALL):
             return JobState(phase="gone", text=f"{self.title} is gone")
-        return self.no_answer(f"{self.owner} does not answer: {last_line(done.stderr)}")
-
-    def no_answer(self, text: str) -> JobState:
-        """The state of a job about which there is no answer."""
+        text = f"{self.owner} does not answer: {last_line(done.stderr)}"
         return JobState(phase="silent", text=text)
 
     def end(self, client: str, command: Sequence[str], unless: str = r"\Z.") -> None:
@@ -133,22 +133,14 @@ class ServiceLauncher:
     called: ClassVar[str]
 
     def submit(self, plan: Plan) -> ServiceJob:
-        """Write the plan's files and create the job.
-
-        Raises:
-            AnygaugeError: the client is missing or refuses, or a file cannot be written.
-        """
+        """Write the plan's files and create the job."""
         job = self.attach(plan.record, Path(plan.files[-1].path).parent)
         self.create(plan)
         return job
 
     def create(self, plan: Plan) -> None:
-        """Write the plan's files, and run the command that submits them.
-
-        Raises:
-            AnygaugeError: see `submit`.
-        """
-        write_files(plan)
+        """Write the plan's files, and run the command that submits them; raises as `submit`."""
+        plan.write_files()
         try:
             done = run_client(plan.processes[0].argv)
         except NoAnswerError as error:
@@ -160,11 +152,7 @@ class ServiceLauncher:
             raise AnygaugeError(f"{self.title} refused the job: {client_output(done)}")
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> ServiceJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
+        """A job that was submitted before."""
         try:
             service = TypeAdapter(self.service).validate_python(dict(record))
         except ValidationError as error:
@@ -347,4 +335,4 @@ class ServiceJob:
             outcome, status = "failed", 1
         else:
             outcome, status = "lost", LOST
-        return {"event": "ended", "state": outcome, "exit_status": status, "cause": state.text}
+        return ended_event(outcome, status, state.text)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,21 +15,14 @@ from pydantic import AfterValidator, Field, JsonValue, StringConstraints
 
 from anygauge.interface import (
     REPOSITORY_VARIABLE,
-    AnygaugeError,
     Job,
     LauncherOptions,
     LaunchProfile,
-    Plan,
-    PlannedFile,
     RunFileError,
 )
-from anygauge.util.files import write_text
 
 Variable = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 """The name of an environment variable."""
-
-VARIABLES = "variables.json"
-"""The file of variables that the submitting shell passes on."""
 
 _SYSTEM = ("bin", "boot", "dev", "etc", "lib", "lib64", "proc", "sbin", "sys", "usr")
 
@@ -153,28 +144,3 @@ def service_name(job: Job, limit: int) -> str:
 def submission_id(job: Job) -> str:
     """Differs from submission to submission; empty for a plan that is only written."""
     return hashlib.sha256(job.token.encode()).hexdigest()[:8] if job.token else ""
-
-
-def variables_file(folder: Path) -> PlannedFile:
-    """The file of variables, still empty: `write_files` puts their values into it."""
-    return PlannedFile(path=str(folder / VARIABLES), text="{}", mode=0o600)
-
-
-def passed_variables(plan: Plan) -> dict[str, str]:
-    """The variables that the plan passes on, with the values that they have in this process."""
-    return {name: os.environ[name] for name in plan.pass_environment if name in os.environ}
-
-
-def write_files(plan: Plan) -> None:
-    """Write the plan's files, with the values that variables have in this process now.
-
-    Raises:
-        AnygaugeError: a file cannot be written.
-    """
-    variables = json.dumps(passed_variables(plan))
-    for file in plan.files:
-        text = variables if Path(file.path).name == VARIABLES else file.text
-        try:
-            write_text(file.path, text, file.mode)
-        except OSError as error:
-            raise AnygaugeError(f"{file.path} cannot be written: {error}") from error

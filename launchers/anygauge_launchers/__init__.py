@@ -22,17 +22,17 @@ def anygauge_provide_launchers() -> Iterable[LauncherSpec]:
             tested_on="real",
             max_nodes=1,
         ),
-        _over_network("ssh", "ssh:Ssh", "ssh:SshOptions"),
-        _over_network("slurm", "slurm:Slurm", "slurm:SlurmOptions", "detach", "warn", "requeue"),
-        _over_network("mpi", "mpi:Mpi", "mpi:MpiOptions"),
+        _over_network("ssh", "hosts:Ssh"),
+        _over_network("slurm", "slurm:Slurm", "detach", "warn", "requeue"),
+        _over_network("mpi", "hosts:Mpi"),
     ]
 
 
-def _over_network(name: str, factory: str, options: str, *can: str) -> LauncherSpec:
+def _over_network(name: str, factory: str, *can: str) -> LauncherSpec:
     return LauncherSpec(
         name=name,
         factory=f"anygauge_launchers.{factory}",
-        options=f"anygauge_launchers.{options}",
+        options=f"anygauge_launchers.{factory}Options",
         api_version=WRITTEN_FOR,
         tested_on="real",
         remote=True,

@@ -10,11 +10,7 @@ class Local(ForegroundLauncher):
     """Starts nothing: without `LauncherSpec.remote`, ranks are children of the command."""
 
     def render(self, job: Job, options: LauncherOptions, profile: LaunchProfile) -> Plan:
-        """Nothing to write and nothing to start.
-
-        Raises:
-            RunFileError: the job asks for more than one machine.
-        """
+        """Nothing to write and nothing to start."""
         if job.launch.nodes != 1:
             raise RunFileError(
                 f"launch.launcher: 'local' starts ranks on this machine only, and launch.nodes is "

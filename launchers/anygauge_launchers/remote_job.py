@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from anygauge.interface import (
     LOST,
@@ -31,8 +31,7 @@ from anygauge.interface import (
     UnsupportedError,
 )
 from anygauge.util.clients import first_and_last
-from anygauge.util.events import read_event
-from anygauge.util.files import write_text
+from anygauge.util.events import ended_event, read_event
 from anygauge.util.processes import describe_exit, parent_environment
 
 Event = Mapping[str, Any]
@@ -44,14 +43,9 @@ _KILL_AT = 3
 """The attempt from which a connection is killed."""
 _HOLDER_ENDS_S = 5.0
 """More than the process that holds the run directory's lock needs to end after the connections."""
-_CANCELLED = {
-    "event": "ended",
-    "state": "cancelled",
-    "exit_status": 143,
-    "cause": "the connections to the agents were closed before an agent reported the end",
-}
-
-
+_CANCELLED = ended_event(
+    "cancelled", 143, "the connections to the agents were closed before an agent reported the end"
+)
 _ALIVE_S = 5
 
 
@@ -77,19 +71,11 @@ class ForegroundLauncher:
     """What launchers share whose jobs end with the command that started them."""
 
     def submit(self, plan: Plan) -> RunningJob:
-        """Write the files and start every process.
-
-        Raises:
-            AnygaugeError: a file cannot be written, or a process cannot be started.
-        """
+        """Write the files and start every process."""
         return RemoteJob.start(plan)
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> RunningJob:
-        """Always refused: such a job has ended.
-
-        Raises:
-            UnsupportedError: always.
-        """
+        """Always refused: such a job has ended."""
         raise UnsupportedError(
             f"{run_directory}: a job of the {type(self).__name__.lower()} launcher ends with the "
             "command that started it"
@@ -118,18 +104,13 @@ class RemoteJob:
             AnygaugeError: a file cannot be written, or a process cannot be started.
         """
         logs = Path(plan.files[0].path).parent / "logs"
-        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         started: list[_Connection] = []
         try:
             logs.mkdir(parents=True, exist_ok=True)
-            for file in plan.files:
-                write_text(file.path, file.text, file.mode)
-            if not all(process.arguments for process in plan.processes):
-                # What does not go through standard input waits in a file for the agents.
-                write_text(logs.parent / "variables.json", json.dumps(passed), 0o600)
+            plan.write_files()
             for process in plan.processes:
                 log = logs / f"{_program(process)}{process.node_rank}.log"
-                started.append(_Connection(process, passed, log, plan.held))
+                started.append(_Connection(process, plan.passed, log, plan.held))
             # The run directory's lock: nobody else enters while ranks still save, even if this
             # process is killed. An ssh does not keep what it inherits.
             lock_holder = _keep_open(plan.held, [connection.pid for connection in started])
@@ -174,15 +155,9 @@ class RemoteJob:
                 text = connection.why_it_ended()
                 close_at = close_at or time.monotonic() + _PEERS_END_S
                 state, status = ("lost", LOST) if began else ("failed", 1)
-                trouble = trouble or {
-                    "event": "ended", "state": state, "exit_status": status, "cause": text,
-                }  # fmt: skip
+                trouble = trouble or ended_event(state, status, text)
         coordinator = endings.get(0)
-        if (
-            trouble is not None
-            and coordinator is not None
-            and coordinator.get("state") == "cancelled"
-        ):
+        if trouble and coordinator and coordinator.get("state") == "cancelled":
             coordinator = None  # its connection was closed because another node had been lost
         final = coordinator or trouble or next(iter(endings.values()), _CANCELLED)
         self._status = int(str(final["exit_status"]))
@@ -284,7 +259,8 @@ class _Connection:
         if self._closings >= _KILL_AT:
             self._process.kill()
         elif self._writes and self._closings == 1:
-            self._close_input()
+            with contextlib.suppress(OSError):
+                self._input.close()
         else:
             self._process.terminate()
 
@@ -292,16 +268,15 @@ class _Connection:
         """End the process; the agent's standard input ends with it."""
         self._process.kill()
 
-    def _write(self, line: str) -> None:
+    @property
+    def _input(self) -> IO[bytes]:
         assert self._process.stdin is not None
-        with contextlib.suppress(OSError, ValueError):
-            self._process.stdin.write(line.encode() + b"\n")
-            self._process.stdin.flush()
+        return self._process.stdin
 
-    def _close_input(self) -> None:
-        assert self._process.stdin is not None
-        with contextlib.suppress(OSError):
-            self._process.stdin.close()
+    def _write(self, line: str) -> None:
+        with contextlib.suppress(OSError, ValueError):
+            self._input.write(line.encode() + b"\n")
+            self._input.flush()
 
     def events(self) -> Iterator[Event]:
         """What the agent reports; other lines, such as a shell's greeting, go to the log."""

@@ -28,6 +28,7 @@ from anygauge.interface import (
     PlannedProcess,
     RunFileError,
     UnsupportedError,
+    variables_file,
 )
 from anygauge_launchers.remote_job import RemoteJob, job_file
 from anygauge_launchers.slurm_job import SlurmJob
@@ -68,6 +69,7 @@ class SlurmOptions(LauncherOptions):
     Attributes:
         allocation: ``new`` submits a job, ``current`` uses the one that this shell is in; ``auto``:
             the current one if there is one.
+        partition, account, qos, time, constraint, reservation, gres, gpus_per_node, mem: sbatch's.
         cpus_per_task: cores for all ranks of a node; without it, whole nodes are taken.
         requeue: resume from the newest checkpoint in a new job when the time is up, when the job
             is preempted, and when a node fails.
@@ -100,11 +102,7 @@ class Slurm:
     """Starts an agent on each node by srun."""
 
     def render(self, job: Job, options: SlurmOptions, profile: LaunchProfile) -> Plan:
-        """The job file, the script, and the command that takes it.
-
-        Raises:
-            RunFileError: an option is wrong.
-        """
+        """The job file, the script, and the command that takes it."""
         folder = Path(job.run_directory)
         script = str(folder / "slurm.sh")
         inside = options.allocation == "current" or (
@@ -113,10 +111,8 @@ class Slurm:
         agent = self._agent(options, job)
         step = self._step(options, job)
         start = (options.python, "-m", "anygauge.launch.agent")
-        files = (
-            job_file(job),
-            PlannedFile(path=script, text=SCRIPT, mode=0o755),
-        )
+        variables = variables_file(folder)
+        files = (job_file(job), PlannedFile(path=script, text=SCRIPT, mode=0o755))
         batch: BatchFile | None = None
         if inside:
             argv = ("sh", script, "", "", "0", *step, "--input=all", *start, "--stdin")
@@ -138,7 +134,7 @@ class Slurm:
                 *("sbatch", "--parsable", "--export=NIL"),
                 *(*self._sbatch(options, job), *options.extra),
                 *(script, *before, *step, *start, *agent, *after),
-                *("--variables", str(folder / "variables.json")),
+                *("--variables", variables.path),
             )
             process = PlannedProcess(node_rank=0, argv=argv)
             # By hand, variables of the shell come along by name: Slurm takes their values.
@@ -165,7 +161,7 @@ class Slurm:
             "cancel": ("scancel", "{id}"),
         }
         return Plan(
-            files=files,
+            files=files if inside else (*files, variables),
             processes=(process,),
             pass_environment=tuple(job.launch.pass_environment),
             operations={} if inside else operations,
@@ -173,21 +169,13 @@ class Slurm:
         )
 
     def submit(self, plan: Plan) -> RemoteJob | SlurmJob:
-        """Write the files, and submit the job or start the step.
-
-        Raises:
-            AnygaugeError: Slurm refuses the job, or a file cannot be written.
-        """
+        """Write the files, and submit the job or start the step."""
         if plan.processes[0].argv[0] == "sbatch":
             return SlurmJob.start(plan)
         return RemoteJob.start(plan)
 
     def attach(self, record: Mapping[str, Any], run_directory: Path) -> SlurmJob:
-        """A job that was submitted before.
-
-        Raises:
-            UnsupportedError: the record is not one of this launcher.
-        """
+        """A job that was submitted before."""
         try:
             return SlurmJob(str(record["job"]), run_directory, int(record["offset"]))
         except (KeyError, TypeError, ValueError) as error:

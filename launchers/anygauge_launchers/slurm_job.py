@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,8 +9,7 @@ from typing import Any
 
 from anygauge.interface import LOST, AnygaugeError, JobState, Plan
 from anygauge.util.clients import last_line, run_client
-from anygauge.util.events import message_event, read_event
-from anygauge.util.files import write_text
+from anygauge.util.events import ended_event, message_event, read_event
 
 Event = Mapping[str, Any]
 
@@ -62,14 +59,11 @@ class SlurmJob:
         """
         script = next(file.path for file in plan.files if file.path.endswith(".sh"))
         folder = Path(script).parent
-        passed = {n: os.environ[n] for n in plan.pass_environment if n in os.environ}
         events = folder / "events.jsonl"
         try:
             (folder / "logs").mkdir(parents=True, exist_ok=True)
             (folder / "cancelled").unlink(missing_ok=True)
-            for file in plan.files:
-                write_text(file.path, file.text, file.mode)
-            write_text(folder / "variables.json", json.dumps(passed), 0o600)
+            plan.write_files()
             offset = events.stat().st_size if events.exists() else 0
         except OSError as error:
             raise AnygaugeError(f"cannot start the run in {folder}: {error}") from error
@@ -184,11 +178,6 @@ class SlurmJob:
         text_of = log.read_text(errors="replace") if log.exists() else ""
         lines = [line for line in text_of.splitlines() if line.strip()]
         tail = "\n".join(f"  | {line}" for line in lines[-10:])
-        return {
-            "event": "ended",
-            "state": kind,
-            "exit_status": status,
-            "cause": f"slurm job {self.number}: {text}"
-            + (f" ({reason})" if reason not in ("", "None") else "")
-            + (f"\nits log: {log}\n{tail}" if tail else ""),
-        }
+        cause = f"slurm job {self.number}: {text}"
+        cause += f" ({reason})" if reason not in ("", "None") else ""
+        return ended_event(kind, status, cause + (f"\nits log: {log}\n{tail}" if tail else ""))

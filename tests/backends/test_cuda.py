@@ -4,19 +4,15 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from anygauge.config.schema import PrecisionSection, resolve_precision
-from anygauge.interface import (
-    Level,
-    NotAvailableError,
-    RdmaDevice,
-    RunFileError,
-    Skip,
-)
+from anygauge.interface import Level, NotAvailableError, RdmaDevice, RunFileError, Skip
 from anygauge.kernels.choose import choose_kernels
 from anygauge.launch.rank_environment import inspect_node
 from anygauge.registry import Registry
@@ -26,16 +22,7 @@ from anygauge_cuda.placement import CudaPlacement, published_peak, without_kerne
 from anygauge_cuda.probe import driver_version, probe, torch_cuda_version
 from tests.helpers.fake_files import write_tree
 from tests.helpers.plans_from_options import backend_with
-from tests.helpers.sample_machines import (
-    BRIDGE,
-    ETH0,
-    ETH1,
-    LO,
-    VIRTUAL,
-    by_name,
-    job,
-    machine,
-)
+from tests.helpers.sample_machines import BRIDGE, ETH0, ETH1, LO, VIRTUAL, by_name, job, machine
 
 PROPRIETARY = (
     "NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.129.03  Thu Oct 19 18:56:32 UTC 2023\n"
@@ -313,8 +300,6 @@ def test_what_the_card_decides_is_open_until_one_is_opened() -> None:
 def test_the_opened_card_settles_its_types(
     types: set[str], auto: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(CudaPlacement, "open", lambda self, rank: torch.device("cuda", rank))
     monkeypatch.setattr("anygauge_cuda.backend.hardware_dtypes", lambda device: frozenset(types))
     backend = CudaBackend()
@@ -374,8 +359,6 @@ def test_peaks_are_known_for_whole_known_cards(name: str, dtype: str, value: flo
 def test_a_card_is_compared_with_the_kernels_of_torch(
     capability: tuple[int, int], built: str, index: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "get_arch_list", built.split)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "a card")
@@ -383,22 +366,24 @@ def test_a_card_is_compared_with_the_kernels_of_torch(
     assert (f"https://download.pytorch.org/whl/{index} " in said) if index else said == ""
 
 
+@pytest.fixture
+def matmul() -> Iterator[Any]:
+    """Torch's switches, whose attributes monkeypatch cannot set back."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    yield torch.backends.cuda.matmul
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
 @pytest.mark.parametrize(("allowed", "bits", "rate"), [(False, 24, 19.5e12), (True, 11, 156e12)])
 def test_products_in_tf32_are_known_as_such(
-    allowed: bool, bits: int, rate: float, monkeypatch: pytest.MonkeyPatch
+    allowed: bool, bits: int, rate: float, matmul: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import torch
-
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA A100-SXM4-80GB")
     placement = CudaBackend().placement
     placement._device = torch.device("cuda", 0)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = allowed
-    try:
-        assert placement.float32_product_bits == bits
-        peak = placement.peak_flops("float32")
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    matmul.allow_tf32 = allowed
+    assert placement.float32_product_bits == bits
+    peak = placement.peak_flops("float32")
     assert peak is not None and peak.value == rate
 
 
@@ -423,8 +408,6 @@ def test_drivers_are_compared_with_the_build_of_torch(
 
 
 def test_the_build_of_torch_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    import torch
-
     write_tree(tmp_path, {"torch/version.py": WITH_CUDA})
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     monkeypatch.setattr(torch.version, "cuda", "13.0")
@@ -435,8 +418,6 @@ def test_the_build_of_torch_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: 
 def test_a_driver_that_is_too_old_is_told_which_image_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import torch
-
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     assert _compatibility("580.65.06").outcome == "pass"
     old = _compatibility("550.54.15")
@@ -445,19 +426,15 @@ def test_a_driver_that_is_too_old_is_told_which_image_it_serves(
     assert "anygauge image" not in _compatibility("450.80.02").remedy
 
 
-def test_surprises_of_a_machine_name_their_variables(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
+def test_surprises_of_a_machine_name_their_variables(
+    matmul: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
     assert not _surprises()
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    before = torch.backends.cuda.matmul.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = True
-    try:
-        tf32, peers = _surprises()
-    finally:
-        torch.backends.cuda.matmul.allow_tf32 = before
+    matmul.allow_tf32 = True
+    tf32, peers = _surprises()
     assert tf32.outcome == peers.outcome == "warn"
     assert "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE: '0'" in tf32.remedy
     assert "NCCL_CUMEM_HOST_ENABLE: '0'" in peers.remedy
@@ -479,16 +456,12 @@ def test_every_failed_step_has_a_remedy(tmp_path: Path) -> None:
 
 
 def test_a_build_without_cuda_is_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(NotAvailableError, match=r"built without CUDA.*--backend cpu"):
         CudaBackend().open(0)
 
 
 def test_torchs_own_complaint_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     def no_driver() -> None:
         raise RuntimeError("Found no NVIDIA driver on your system")
 
@@ -512,8 +485,6 @@ def test_torchs_own_complaint_is_quoted(monkeypatch: pytest.MonkeyPatch) -> None
     ],
 )
 def test_exhausted_memory_is_recognized(said: str, exhausted: bool) -> None:
-    import torch
-
     placement = CudaBackend().placement
     assert placement.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
     assert placement.is_out_of_memory(RuntimeError(said)) is exhausted

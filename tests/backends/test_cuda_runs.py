@@ -4,10 +4,6 @@ machines sets, opens and calls. Of a card's arithmetic and speed it can say noth
 from __future__ import annotations
 
 import json
-import os
-import socket
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,7 @@ import pytest
 from anygauge.config.load import load_run_file
 from anygauge.interface import LaunchSettings
 from anygauge.launch.run_directory import write_run
-from tests.helpers.child_processes import end, printed
+from tests.helpers.child_processes import begin_agents, end, printed
 from tests.helpers.gaudi import calls
 from tests.helpers.jobs import make_job
 from tests.helpers.nvidia import NAME, needs_cards, standin_environment, standin_site
@@ -52,29 +48,8 @@ class EndedJob:
             rendezvous="file:///nowhere", environment={"GLOO_SOCKET_IFNAME": "lo"},
         )  # fmt: skip
         (self.run / "job.json").write_text(job.dump())
-        with socket.create_server(("127.0.0.1", 0)) as found:
-            port = found.getsockname()[1]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        agents = [
-            subprocess.Popen(
-                [
-                    *(
-                        sys.executable,
-                        "-m",
-                        "anygauge.launch.agent",
-                        "--job",
-                        str(self.run / "job.json"),
-                    ),
-                    *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
-                ],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                env={**environment, **standin_environment(site, self._record)},
-            )
-            for node in range(NODES)
-        ]
+        environment = standin_environment(site, self._record)
+        agents = begin_agents(self.run / "job.json", NODES, environment)
         try:
             out, err = agents[0].communicate(timeout=400)
             logs = "".join(log.read_text()[-800:] for log in self.run.glob("logs/rank*.log"))

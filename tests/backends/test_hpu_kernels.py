@@ -117,10 +117,7 @@ def test_what_the_library_asserts_is_refused_with_a_way_out(
     ],
 )
 def test_options_choose_the_form_of_fused_attention(
-    options: dict[str, Any],
-    name: str,
-    described: str,
-    attention_calls: list[dict[str, Any]],
+    options: dict[str, Any], name: str, described: str, attention_calls: list[dict[str, Any]]
 ) -> None:
     assert backend_with("hpu", options).kernels["attention"] == name
     (provided,) = (

@@ -11,13 +11,7 @@ from typing import Any
 import pytest
 
 from tests.helpers.child_processes import printed
-from tests.helpers.gaudi import (
-    STANDIN,
-    calls,
-    needs_cards,
-    standin_environment,
-    standin_site,
-)
+from tests.helpers.gaudi import STANDIN, calls, needs_cards, standin_environment, standin_site
 from tests.standins.signatures import differences
 
 SOURCE = os.environ.get("ANYGAUGE_GAUDI_SOURCE")

@@ -10,16 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.entrants import ENTRANTS
-from benchmarks.measure import (
-    MIB,
-    Ratio,
-    RunOutcome,
-    markdown,
-    paired,
-    rotated,
-    summarize,
-    table,
-)
+from benchmarks.measure import MIB, Ratio, RunOutcome, markdown, paired, rotated, summarize, table
 from benchmarks.memory_phases import PHASES
 from benchmarks.memory_phases import table_rows as by_phase
 from benchmarks.start_up import table_rows as by_start

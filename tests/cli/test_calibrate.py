@@ -16,12 +16,7 @@ from anygauge.planning.machines import Hardware, measured_file, measured_files
 from anygauge.registry import Registry
 from tests.helpers.runs import run_file
 
-FIGURES: dict[str, Any] = {
-    "matmul": {"float32": 50e9},
-    "copy": 5e9,
-    "exchange": 1e9,
-    "call": 1e-4,
-}
+FIGURES: dict[str, Any] = {"matmul": {"float32": 50e9}, "copy": 5e9, "exchange": 1e9, "call": 1e-4}
 
 
 @pytest.fixture(autouse=True)

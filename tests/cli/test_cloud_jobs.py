@@ -257,9 +257,7 @@ def take_the_terminal() -> None:
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
 
 
-def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(
-    tmp_path: Path,
-) -> None:
+def test_at_the_question_another_ctrl_c_cancels_and_the_end_of_input_leaves(tmp_path: Path) -> None:
     folder, client = submitted(tmp_path)
     client.answer("delete", "--cascade=foreground")
     for keys, cancels in ((b"\x04", False), (b"\x03", True)):

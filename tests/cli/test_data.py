@@ -174,10 +174,10 @@ def test_a_template_that_goes_on_for_ever_is_ended_and_its_row_named(
 ) -> None:
     """Also a row of a stream that is read only to count packs."""
     monkeypatch.setattr("anygauge.cli.data.STREAMED_ROWS", 5)
-    monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", 4.0)
+    monkeypatch.setattr(prepare_endings, "RENDERING_LIMIT_S", 2.0)
     path = chats.parent / "loop.jinja"
     path.write_text(FOR_EVER + CHATML.read_text())
-    said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 4 s, and may loop for"
+    said = r"^data\.chat_template has not rendered .*chats\.jsonl:7 within 2 s, and may loop for"
     with pytest.raises(DataError, match=said):
         settings = (f"data.chat_template={path}", *options)
         command(["data", str(chats), *(part for each in settings for part in ("--set", each))])

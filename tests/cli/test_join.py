@@ -151,9 +151,7 @@ def agreed(store: Path, rank: int, run: str = "", patience_s: float = 30) -> obj
     return foreign_meeting.agree(dist.FileStore(str(store), -1), launch_of(rank), known, patience_s)
 
 
-def test_what_an_earlier_attempt_left_in_the_launchers_store_answers_nobody(
-    tmp_path: Path,
-) -> None:
+def test_what_an_earlier_attempt_left_in_the_launchers_store_answers_nobody(tmp_path: Path) -> None:
     for run in ("first", "second"):
         with ThreadPoolExecutor(3) as pool:
             heard = [pool.submit(agreed, tmp_path / "store", rank, run) for rank in range(3)]

@@ -133,11 +133,11 @@ FAULTS: dict[str, tuple[str, int, int, str]] = {
     "Ctrl-C": ("group", signal.SIGINT, STOPPED, "stopped at request after step"),
 }
 """What is hit, by which signal, the exit status, and what the command says on standard error."""
-QUICK = ("command killed", "terminal closed")
 
 
 @pytest.mark.parametrize(
-    "fault", [pytest.param(f, marks=[] if f in QUICK else pytest.mark.slow) for f in FAULTS]
+    "fault",
+    [pytest.param(f, marks=[pytest.mark.slow] * (f != "command killed")) for f in FAULTS],
 )
 def test_a_run_of_this_machine_ends_whole(
     fault: str, tmp_path: Path, commands: list[Command]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 
 from anygauge import cli
 from anygauge.cli import plan
+from anygauge.config.load import load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import AnygaugeError
 from anygauge.planning.machines import Hardware
@@ -98,7 +100,8 @@ def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
     here = SimpleNamespace(spec=spec, probe=probe)
     monkeypatch.setattr(plan, "select_backend", lambda *_, **__: here)
     registry = Registry.load()
-    _, target = plan._read_case(run_file(tmp_path), [], {}, None, Hardware.load(registry), registry)
+    read = partial(load_run_file, run_file(tmp_path))
+    _, target = plan.read_case(read, [], {}, None, Hardware.load(registry), registry)
     assert target.backend == "cuda" and target.card is not None and target.card.name == "l4"
 
 
@@ -117,11 +120,7 @@ def test_without_a_machine_a_run_is_held_against_the_cards_that_are_here(
     ],
 )
 def test_what_is_wrong_gets_one_message(
-    options: str,
-    status: int,
-    expected: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    options: str, status: int, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")

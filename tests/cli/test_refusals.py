@@ -23,15 +23,7 @@ from anygauge import cli
 from anygauge.interface import ModelError
 from anygauge.models.model_files import WeightFiles
 from tests.helpers.gaudi import without_driver
-from tests.helpers.runs import (
-    TINY,
-    anygauge,
-    called,
-    merged,
-    run_file,
-    save_tiny,
-    train,
-)
+from tests.helpers.runs import TINY, anygauge, called, merged, run_file, save_tiny, train
 
 PATIENCE_S = 300
 """For a loaded machine to start two ranks; what is asserted is never how long it took."""

@@ -17,7 +17,6 @@ from anygauge_clouds.azureml import Azureml, AzureService
 from anygauge_clouds.container import unpack_job
 from anygauge_clouds.kubernetes import Kubernetes, KubernetesService
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
-from anygauge_clouds.submission import write_files
 from tests.clouds import test_azureml, test_kubernetes, test_sagemaker
 from tests.clouds.helpers import CARDS, client_for, job
 from tests.helpers.plans_from_options import render
@@ -206,6 +205,7 @@ def test_a_job_arrives_as_it_was_written(name: str, value: str, text: str) -> No
 def test_variables_of_the_shell_arrive_as_they_are(value: str) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HOME", value)
-        write_files(render("kubernetes", job(Path(folder) / "run"), test_kubernetes.OPTIONS, CARDS))
+        there = job(Path(folder) / "run")
+        render("kubernetes", there, test_kubernetes.OPTIONS, CARDS).write_files()
         path = Path(folder) / "run" / "variables.json"
         assert json.loads(path.read_text()) == {"HF_HOME": value}

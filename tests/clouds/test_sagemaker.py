@@ -16,14 +16,7 @@ from anygauge.interface import AnygaugeError, Job, LaunchProfile, Plan, Unsuppor
 from anygauge_clouds import container
 from anygauge_clouds.sagemaker import Sagemaker, SagemakerService
 from anygauge_clouds.service_job import ServiceJob
-from tests.clouds.helpers import (
-    CARDS,
-    Client,
-    client_for,
-    events_text,
-    job,
-    merged,
-)
+from tests.clouds.helpers import CARDS, Client, client_for, events_text, job, merged
 from tests.helpers.plans_from_options import render
 
 SECRET = "arn:aws:secretsmanager:eu-west-1:123456789012:secret:hf-AbCdEf"

@@ -1,4 +1,4 @@
-"""The jobs on the page of the clouds can be rendered, and its tables leave no option out."""
+"""The jobs on the page of the clouds can be rendered, and tables leave out no launcher's option."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import yaml
 from anygauge.launch.request import read_request, render_plan
 from tests.docs.pages import ROOT, blocks, section, table_names
 
-PAGE = ROOT / "docs/clouds.md"
 JOBS = {block.option("job"): block for block in blocks() if block.option("job")}
-OPTIONS = {
-    "## Kubernetes": "kubernetes:KubernetesOptions",
-    "## Azure ML": "azureml:AzuremlOptions",
-    "## SageMaker": "sagemaker:SagemakerOptions",
-}
+OPTIONS = [
+    ("clouds", "## Kubernetes", "anygauge_clouds.kubernetes:KubernetesOptions"),
+    ("clouds", "## Azure ML", "anygauge_clouds.azureml:AzuremlOptions"),
+    ("clouds", "## SageMaker", "anygauge_clouds.sagemaker:SagemakerOptions"),
+    ("launchers", "## ssh", "anygauge_launchers.hosts:SshOptions"),
+    ("launchers", "## Slurm", "anygauge_launchers.slurm:SlurmOptions"),
+]
 
 
 def test_there_is_a_job_for_each() -> None:
@@ -51,10 +52,9 @@ def test_the_jobs_on_the_page_can_be_rendered(name: str, tmp_path: Path) -> None
     assert plan.operations["submit"]
 
 
-@pytest.mark.parametrize("heading", OPTIONS)
-def test_every_option_is_in_a_table(heading: str) -> None:
-    module, _, name = OPTIONS[heading].partition(":")
-    model = getattr(importlib.import_module(f"anygauge_clouds.{module}"), name)
-    listed = table_names(section(PAGE, heading))
+@pytest.mark.parametrize(("page", "heading", "options"), OPTIONS)
+def test_every_option_is_in_a_table(page: str, heading: str, options: str) -> None:
+    module, _, name = options.partition(":")
+    fields = set(getattr(importlib.import_module(module), name).model_fields)
     common = {"grace_s", "in_image", "python"} | ({"image"} if "Kube" in heading else set())
-    assert listed == set(model.model_fields) - common | {"image"} - common
+    assert table_names(section(ROOT / f"docs/{page}.md", heading)) - common == fields - common

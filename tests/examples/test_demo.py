@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 
 from anygauge.config.load import load_run_file
-from tests.helpers.child_processes import as_in_a_terminal
+from tests.helpers.child_processes import begin
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo"
 
@@ -278,13 +278,8 @@ def test_the_question_is_the_first_of_public_name(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_the_demo_in_order(signum: int, tmp_path: Path) -> None:
-    with subprocess.Popen(
-        [sys.executable, "-u", DEMO / "demo.py", "--folder", tmp_path / "demo"],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=as_in_a_terminal,
-    ) as process:
+    program = (sys.executable, "-u", DEMO / "demo.py")
+    with begin("--folder", tmp_path / "demo", program=program) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("$ "):

@@ -23,11 +23,7 @@ TWO_NODES = "llama2-70b-lora-gaudi2-two-nodes.yaml"
 
 @pytest.mark.parametrize(
     ("name", "differs"),
-    [
-        (H100, {"backend", "backend_options"}),
-        (EAGER, {"backend_options"}),
-        (TWO_NODES, {"launch"}),
-    ],
+    [(H100, {"backend", "backend_options"}), (EAGER, {"backend_options"}), (TWO_NODES, {"launch"})],
 )
 def test_they_differ_in_what_they_say_alone(name: str, differs: set[str]) -> None:
     recipe, other = (load_run_file(EXAMPLES / file).model_dump() for file in (RECIPE, name))
@@ -99,10 +95,7 @@ def test_a_dry_run_needs_no_device(name: str, tmp_path: Path) -> None:
     settings = json.loads(file.read_text())
     assert str(file) in done.stdout and "zero_optimization.stage" in settings
     if "gaudi" in name:
-        for text in (
-            "PT_HPU_LAZY_MODE",
-            "HLS_MODULE_ID",
-        ):
+        for text in ("PT_HPU_LAZY_MODE", "HLS_MODULE_ID"):
             assert text in done.stdout
         assert ("PT_HPU_MAX_COMPOUND_OP_SIZE" in done.stdout) is (name == RECIPE)
         assert "zero_optimization.overlap_comm" in settings

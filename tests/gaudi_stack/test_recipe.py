@@ -172,8 +172,7 @@ def test_the_dry_run_shows_what_was_compared(
     values = [*overrides, f"data.cache={tmp_path}"]
     sets = [word for value in values for word in ("--set", value)]
     done = anygauge(
-        ["train", RECIPE, "--dry-run", *sets],
-        environment={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"},
+        ["train", RECIPE, "--dry-run", *sets], environment={"HF_HUB_OFFLINE": "1", "COLUMNS": "200"}
     )
     assert done.returncode == 0, done.stderr
     (file,) = tmp_path.glob("*.json")

@@ -256,10 +256,7 @@ def _marks(run: RunFile) -> dict[str, tuple[Any, Any]]:
             ),
             "htcore.mark_step()" in before_layers,
         ),
-        "mark after forward": (
-            Phase.FORWARD in ours,
-            split and OPTIONS["pipelining_fwd_bwd"],
-        ),
+        "mark after forward": (Phase.FORWARD in ours, split and OPTIONS["pipelining_fwd_bwd"]),
         "mark before a layer is computed again": (
             Phase.RECOMPUTE in ours,
             not recomputing or "htorch.core.mark_step()" in recomputing,

@@ -54,13 +54,12 @@ def begin(
     Args:
         program: what to start in its place.
     """
-    own = {"OMP_NUM_THREADS": "1", **(environment or {})}
-    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    return subprocess.Popen(
-        [*map(str, program), *map(str, arguments)],
-        env={**os.environ, **own},
-        **{**pipes, "text": True, "preexec_fn": as_in_a_terminal, **options},
-    )
+    usual = {
+        "env": {**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
+        **{"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE},
+        **{"text": True, "preexec_fn": as_in_a_terminal},
+    }
+    return subprocess.Popen([*map(str, (*program, *arguments))], **{**usual, **options})
 
 
 def printed(
@@ -86,6 +85,18 @@ def free_port() -> int:
     """A port of this machine that nobody listens at."""
     with socket.create_server(("127.0.0.1", 0)) as found:
         return int(found.getsockname()[1])
+
+
+def begin_agents(
+    job: Path, nodes: int, environment: Mapping[str, str] | None = None
+) -> list[subprocess.Popen[str]]:
+    """Start the agents of a job's nodes, which meet at a port of this machine."""
+    program = (sys.executable, "-m", "anygauge.launch.agent", "--job", job)
+    meet = ("--coordinator", f"127.0.0.1:{free_port()}")
+    return [
+        begin("--node-rank", node, *meet, program=program, environment=environment)
+        for node in range(nodes)
+    ]
 
 
 def running(is_one: Callable[[Path], object]) -> list[int]:

@@ -6,15 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from anygauge.interface import (
-    Backend,
-    EnvironmentRule,
-    Node,
-    RuleContext,
-    Scope,
-    Setting,
-    Skip,
-)
+from anygauge.interface import Backend, EnvironmentRule, Node, RuleContext, Scope, Setting, Skip
 from tests.helpers.jobs import make_job
 
 JOB = make_job(backend="fake", run_directory="/r")

@@ -56,10 +56,7 @@ def test_a_user_may_leave_sources_out_and_begin_with_a_byte_order_mark() -> None
     ("text", "words"),
     [
         ("[card.a", "a.toml: not TOML: "),
-        (
-            '[crad.a]\nmemory = "1 GB"',
-            "unknown key 'crad'; did you mean 'card'? valid keys: card",
-        ),
+        ('[crad.a]\nmemory = "1 GB"', "unknown key 'crad'; did you mean 'card'? valid keys: card"),
         ("card = 3", "a.toml: card is 3; it must be a table"),
         ("[card]\na = 3", "card.a is 3; it must be a table"),
         ("[card.'a b']", "[card.a b]: a name is letters, digits"),

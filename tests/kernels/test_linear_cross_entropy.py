@@ -58,20 +58,11 @@ def gradients(loss: Tensor, given: Any) -> list[Tensor]:
 )
 @pytest.mark.parametrize("rows", [1, 10, 1000])
 def test_value_and_gradients_are_torchs(
-    softcap: float | None,
-    scale: float,
-    bias: bool,
-    low_rank: bool,
-    skip: bool,
-    rows: int,
+    softcap: float | None, scale: float, bias: bool, low_rank: bool, skip: bool, rows: int
 ) -> None:
     given: Any = inputs(bias=bias, low_rank=low_rank)
     loss = linear_cross_entropy(
-        **given,
-        softcap=softcap,
-        scale=scale,
-        skip_ignored=skip,
-        chunk_bytes=rows * CLASSES * 4,
+        **given, softcap=softcap, scale=scale, skip_ignored=skip, chunk_bytes=rows * CLASSES * 4
     )
     wanted = held(given, softcap=softcap, scale=scale)
     torch.testing.assert_close(loss, wanted, rtol=1e-12, atol=1e-12)
@@ -255,11 +246,7 @@ def of_chunks(
     hidden, weight = normal(count, width), normal(classes, width)
     targets = torch.randint(0, classes, (count,), generator=generator)
     targets[::3] = -100
-    given = (
-        hidden.requires_grad_(learns),
-        weight.requires_grad_(trained),
-        targets,
-    )
+    given = (hidden.requires_grad_(learns), weight.requires_grad_(trained), targets)
     options["bias"] = normal(classes).requires_grad_(trained) if bias else None
     options["low_rank"] = (
         (normal(count, 4).requires_grad_(), normal(classes, 4).requires_grad_())

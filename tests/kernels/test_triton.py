@@ -115,11 +115,7 @@ def test_the_loss_is_torchs(
     there = moved(given)
     for skip in (False, True):
         loss = triton_loss.kernel()(
-            **there,
-            softcap=softcap,
-            scale=scale,
-            skip_ignored=skip,
-            chunk_bytes=10 * CLASSES * 4,
+            **there, softcap=softcap, scale=scale, skip_ignored=skip, chunk_bytes=10 * CLASSES * 4
         )
         true = moved(given, lambda value: value.double() if value.is_floating_point() else value)
         wanted = held(true, softcap=softcap, scale=scale)

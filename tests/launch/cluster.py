@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from tests.helpers.child_processes import PATIENCE_S, as_in_a_terminal, free_port, until
+from tests.helpers.child_processes import PATIENCE_S, begin, free_port, until
 from tests.helpers.jobs import make_job
 from tests.launch.fakes import FAKE_AGENT, read_pid, write_script
 
@@ -40,18 +40,14 @@ class Cluster:
         self.job.write_text(job.dump())
 
     def start(
-        self, node: int = 0, *extra: str, key: int | None = None, grace: float = 0.5, **popen: Any
+        self, node: int = 0, *extra: str, key: int | None = None, grace: float = 0.5, **options: Any
     ) -> subprocess.Popen[str]:
-        agent = self.agents[node if key is None else key] = subprocess.Popen(
-            [
-                *(sys.executable, FAKE_AGENT, self.script, "--job", str(self.job)),
-                *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{self.port}"),
-                *("--grace", str(grace), *extra),
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            **{"preexec_fn": as_in_a_terminal, **popen},
+        """Start an agent, with `options` of `begin`."""
+        agent = self.agents[node if key is None else key] = begin(
+            *("--job", self.job, "--node-rank", node, "--coordinator", f"127.0.0.1:{self.port}"),
+            *("--grace", grace, *extra),
+            program=(sys.executable, FAKE_AGENT, self.script),
+            **options,
         )
         return agent
 

@@ -9,14 +9,7 @@ from typing import Any
 
 import pytest
 
-from anygauge.interface import (
-    Fabric,
-    Job,
-    NetworkInterface,
-    Node,
-    NotAvailableError,
-    RdmaDevice,
-)
+from anygauge.interface import Fabric, Job, NetworkInterface, Node, NotAvailableError, RdmaDevice
 from anygauge.launch.rank_environment import NodeEnvironment, cores_of_ranks, inspect_node
 from anygauge_cpu.backend import CpuBackend
 from anygauge_hpu.backend import HpuBackend

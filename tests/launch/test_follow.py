@@ -22,7 +22,7 @@ from anygauge.launch.follow import Signals, follow
 from anygauge.launch.view import View, evaluation_line, step_line, summary_lines
 from anygauge.util.console import Console
 from anygauge.util.text import format_bytes
-from tests.helpers.child_processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.helpers.child_processes import PATIENCE_S, alive, begin, until
 from tests.launch.fakes import FAKE_CLI, FOREVER, read_pid, sends, write_script
 
 STEP = {
@@ -58,10 +58,7 @@ class Played:
 
 
 def play(
-    *events: Mapping[str, Any],
-    terminal: bool = False,
-    width: int = 120,
-    **options: Any,
+    *events: Mapping[str, Any], terminal: bool = False, width: int = 120, **options: Any
 ) -> tuple[int, str, str]:
     out, err = io.StringIO(), io.StringIO()
     found = follow(
@@ -304,13 +301,8 @@ def test_a_signal_answers_the_question_before_a_line_does(monkeypatch: pytest.Mo
 
 def command_line(folder: Path, ranks: dict[int, list[Any]], grace: str) -> subprocess.Popen[str]:
     script = write_script(folder, ranks)
-    return subprocess.Popen(
-        [sys.executable, FAKE_CLI, script, folder / "a run", str(len(ranks)), grace],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        preexec_fn=as_in_a_terminal,
-    )
+    program = (sys.executable, FAKE_CLI, script)
+    return begin(folder / "a run", len(ranks), grace, program=program)
 
 
 def test_a_terminal_that_takes_no_text_stops_nobody(tmp_path: Path) -> None:

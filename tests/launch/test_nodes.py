@@ -14,7 +14,7 @@ import pytest
 
 from anygauge.interface import LOST, AnygaugeError
 from anygauge.launch.hello import Hello, check_hello
-from tests.helpers.child_processes import PATIENCE_S, alive, as_in_a_terminal, until
+from tests.helpers.child_processes import PATIENCE_S, alive, begin, until
 from tests.launch.cluster import Cluster
 from tests.launch.fakes import FAKE_AGENT, FINISHED, FOREVER, sends
 
@@ -115,13 +115,11 @@ def test_standard_input_brings_arguments_variables_and_signals(cluster: Cluster)
     cluster.prepare({0: [["environment", "seen"], ["touch", "ready"], FOREVER]}, 1)
     moved = folder / "job.json"
     moved.write_text(cluster.job.read_text())
-    cluster.agents[0] = subprocess.Popen(
-        [sys.executable, FAKE_AGENT, cluster.script, "--stdin"],
-        **dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE), text=True,
-        preexec_fn=as_in_a_terminal, env={**os.environ, "TAKEN": "away"},
-    )  # fmt: skip
+    program, taken = (sys.executable, FAKE_AGENT, cluster.script), {"TAKEN": "away"}
+    agent = begin("--stdin", program=program, stdin=subprocess.PIPE, environment=taken)
+    cluster.agents[0] = agent
     variables = {"MINE": 'a "b" $HOME\nü', "TAKEN": None}
-    pipe = give(cluster.agents[0], ["--job", str(moved), "--grace", "0.5"], variables)
+    pipe = give(agent, ["--job", str(moved), "--grace", "0.5"], variables)
     until((cluster.folder / "ready").exists, "the rank")
     seen = json.loads((cluster.folder / "seen").read_text())
     assert seen["MINE"] == variables["MINE"] and "TAKEN" not in seen

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from anygauge.interface import Job, Launcher, Plan, RunFileError, UnsupportedError
-from anygauge_launchers.mpi import Mpi
+from anygauge_launchers.hosts import Mpi, Ssh
 from anygauge_launchers.slurm import SCRIPT, Slurm
-from anygauge_launchers.ssh import Ssh
 from tests.helpers.jobs import make_job
 from tests.helpers.plans_from_options import render
 from tests.helpers.sample_machines import assert_pure

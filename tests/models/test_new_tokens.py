@@ -261,11 +261,7 @@ def test_a_file_of_tokens(one_model: Path, tmp_path: Path) -> None:
     ],
 )
 def test_refused_before_ranks_start(
-    one_model: Path,
-    tmp_path: Path,
-    changes: Any,
-    message: str,
-    monkeypatch: pytest.MonkeyPatch,
+    one_model: Path, tmp_path: Path, changes: Any, message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     check_here(monkeypatch)
     devices = {"launch": {"devices": 2}} if "strategy" in changes else {}

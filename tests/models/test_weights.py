@@ -24,10 +24,7 @@ from tests.helpers.runs import TINY
 
 
 def factory(
-    seed: int = 0,
-    name: Path | None = None,
-    adapter: dict[str, Any] | None = None,
-    **changes: Any,
+    seed: int = 0, name: Path | None = None, adapter: dict[str, Any] | None = None, **changes: Any
 ) -> CausalModelFactory:
     section = (
         ModelSection(config={**TINY, **changes}, tokenizer="none")

@@ -199,10 +199,7 @@ CARDS = [
     of("zero", {"stage": 3, "offload": "optimizer"}),
     of("zero", STAGE3, offloaded=True, **ALL, **SGD),
 ]
-EIGHT = [
-    of("ddp", BOTH, packed=True, **RECOMPUTED, **SGD),
-    of("ddp", BOTH, **ALL, **SGD),
-]
+EIGHT = [of("ddp", BOTH, packed=True, **RECOMPUTED, **SGD), of("ddp", BOTH, **ALL, **SGD)]
 RECORD = Path(__file__).with_name("collectives.json")
 A_FEW_NUMBERS = 64
 """Bytes of norms and flags in a step, which no footprint speaks of."""

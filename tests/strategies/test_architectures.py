@@ -11,11 +11,7 @@ from transformers import AutoConfig
 
 from anygauge.interface import UnsupportedError
 from anygauge.strategies.context.context_parallel import attend_in_parts
-from anygauge.strategies.pipeline.stage import (
-    PipelineModel,
-    rank_of_stage,
-    split_costs,
-)
+from anygauge.strategies.pipeline.stage import PipelineModel, rank_of_stage, split_costs
 from anygauge.strategies.shared.degrees import Degrees, check_model
 from anygauge.strategies.shared.exchanges import CountedGroup
 from anygauge.strategies.shared.tensor_plans import plan_of

@@ -162,9 +162,7 @@ def test_what_is_there_is_not_gathered_again(ranks: Ranks, recomputed: bool) -> 
     assert of.gathered() == [0, 1, 2, 3, 1, 0]
 
 
-def test_the_next_layer_is_under_way_while_one_computes(
-    ranks: Ranks,
-) -> None:
+def test_the_next_layer_is_under_way_while_one_computes(ranks: Ranks) -> None:
     of = ranks(2)
     model = of.shard(OddModel(5))
     for index, layer in enumerate(model.layers):  # type: ignore[arg-type]
@@ -202,9 +200,7 @@ def test_a_step_makes_no_memory_for_weights(ranks: Ranks) -> None:
     assert places == [p.data_ptr() for p in model.parameters()]
 
 
-def test_weights_used_outside_of_their_layer_are_refused(
-    ranks: Ranks,
-) -> None:
+def test_weights_used_outside_of_their_layer_are_refused(ranks: Ranks) -> None:
     model = ranks(2).shard(OddModel(3, reaches=True))
     with pytest.raises(UnsupportedError, match=r"layer 0\.up outside .* strategy\.gather: step"):
         step(model)

@@ -13,13 +13,7 @@ from anygauge.config.schema import AdapterSection
 from anygauge.interface import Backend
 from anygauge.models.model_files import LazyTensor
 from anygauge.strategies.shared.materialize import decoder_layers
-from tests.helpers.build import (
-    build_context,
-    model_factory,
-    on_host,
-    rank_of_world,
-    strategy_of,
-)
+from tests.helpers.build import build_context, model_factory, on_host, rank_of_world, strategy_of
 from tests.helpers.run_ranks import on_ranks
 from tests.strategies.parity_rank import CONFIG
 
@@ -88,8 +82,7 @@ def test_ranks_that_hold_everything_read_everything(model: tuple[Path, int, int]
 
 
 @pytest.mark.parametrize(
-    ("degrees", "most"),
-    [({"tp": 2}, 0.53), ({"pp": 2}, 0.6), ({"tp": 2, "pp": 2}, 0.3)],
+    ("degrees", "most"), [({"tp": 2}, 0.53), ({"pp": 2}, 0.6), ({"tp": 2, "pp": 2}, 0.3)]
 )
 def test_each_rank_reads_its_layers_or_its_part_of_them(
     degrees: dict[str, int], most: float, model: tuple[Path, int, int]

@@ -290,10 +290,7 @@ def test_precision_is_said_in_deepspeeds_words() -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (
-            {"reduce_bukcet_size": 1},
-            r"bukcet_size: .* mean 'reduce_bucket_size'\? DeepSpeed",
-        ),
+        ({"reduce_bukcet_size": 1}, r"bukcet_size: .* mean 'reduce_bucket_size'\? DeepSpeed"),
         ({"stage3_max_live_parametres": 1}, "; did you mean 'stage3_max_live_parameters'"),
         ({"reduce_bucket_size": "many"}, r"options\.reduce_bucket_size: .* valid integer"),
     ],

@@ -180,11 +180,7 @@ def test_the_first_number_beyond_its_bound_is_told() -> None:
         "the loss of the evaluation after step 2 is 5.6, on the host 5.5: 1.8e-02 away, 1.0e-03 "
         "is allowed",
     )
-    assert most == {
-        LOSS: pytest.approx(2e-4),
-        NORM: 0.0,
-        EVALUATION: pytest.approx(0.1 / 5.5),
-    }
+    assert most == {LOSS: pytest.approx(2e-4), NORM: 0.0, EVALUATION: pytest.approx(0.1 / 5.5)}
     assert compare_runs(run([5.001, 4.0], {}, 2), host, bounds)[-1] == ""
     _, step, wrong = compare_runs(run([6.0, float("nan"), 4.0], {}), host, bounds)
     assert step == 2 and wrong.startswith("the loss of step 2 is nan")

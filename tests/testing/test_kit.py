@@ -173,8 +173,7 @@ def test_devices_are_counted_where_they_will_be_used(tmp_path: Path) -> None:
 
 def test_what_was_left_out_by_choice_was_not_tried(tmp_path: Path) -> None:
     mine(
-        tmp_path,
-        "class TestMine(BackendContract):\n    backend = 'cpu'\n    rank_counts = (2,)\n",
+        tmp_path, "class TestMine(BackendContract):\n    backend = 'cpu'\n    rank_counts = (2,)\n"
     )
     done = kit(tmp_path, "-k", "every_strategy and 4", "--anygauge-report", "page.json")
     assert done.returncode == 0, done.stdout + done.stderr

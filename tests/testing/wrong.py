@@ -143,8 +143,7 @@ class Wrong:
             self._method("backend.__init__", lambda usual, *a: (usual(*a), change(usual.__self__)))
         elif target == "settings":
             self._method(
-                "backend.environment",
-                lambda u, j, n, r=None: [*u(j, n, r), *change(j, n, r)],
+                "backend.environment", lambda u, j, n, r=None: [*u(j, n, r), *change(j, n, r)]
             )
         else:
             self._method(target, change)

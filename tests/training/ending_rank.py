@@ -1,8 +1,8 @@
-"""A rank as its agent starts it: ``ending_rank.py METRICS ARGUMENTS``, the worker's arguments.
+"""A rank as its agent starts it: ``-m tests.training.ending_rank METRICS ARGUMENTS``, the worker's.
 
-What Python does when a process ends would abort it, and so would the reader of YAML fail: the
-command alone reads that. METRICS is ``-``, or the file of its steps: then it is asked to stop after
-the first.
+What Python does when a process ends would abort it, and so would a return from the rank. So would
+the reader of YAML fail: the command alone reads that. METRICS is ``-``, or the file of its steps:
+then it is asked to stop after the first.
 """
 
 from __future__ import annotations
@@ -31,4 +31,7 @@ if __name__ == "__main__":
     if metrics != "-":
         threading.Thread(target=ask, args=(Path(metrics),), daemon=True).start()
     print("not flushed", end="")
-    runpy.run_module("anygauge.launch.rank", run_name="__main__", alter_sys=True)
+    try:
+        runpy.run_module("anygauge.launch.rank", run_name="__main__", alter_sys=True)
+    finally:
+        os.abort()

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from unittest import mock
 
 import pytest
 
-from tests.helpers.child_processes import alive, end, until
+from tests.helpers.child_processes import alive, begin, end, until
 from tests.helpers.forked import RunPart, finished
 from tests.helpers.runs import run_file
 
@@ -50,13 +49,7 @@ def test_a_rank_that_is_stopped_ends_the_run(
     )
     folder = tmp_path / "out" / "tiny"
     metrics = folder / "metrics.jsonl"
-    command = subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", "train", path],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    command = begin("train", path, stdout=subprocess.DEVNULL)
     try:
         until(lambda: metrics.exists() and metrics.stat().st_size, "a step")
         log = (folder / "logs" / "supervisor.log").read_text()

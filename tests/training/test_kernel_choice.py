@@ -11,11 +11,7 @@ import torch
 from torch import nn
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import (
-    AttentionKernel,
-    Compiler,
-    UnsupportedError,
-)
+from anygauge.interface import AttentionKernel, Compiler, UnsupportedError
 from anygauge.kernels import kernel_plan
 from anygauge.kernels.choose import KernelChoice, kernels_of_run, load_kernel
 from anygauge.kernels.install_kernels import ModelKernels

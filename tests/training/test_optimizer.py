@@ -144,12 +144,7 @@ NO_KERNEL = "adamw_8bit: backend '{}' lacks.*{}"
         (EIGHT_BIT, "cuda", SINGLE, None),
         (EIGHT_BIT, "hpu", SINGLE, NO_KERNEL.format("hpu", "no optimizer for these cards")),
         (EIGHT_BIT, "unknown", SINGLE, NO_KERNEL.format("unknown", "does not mention it")),
-        (
-            PAGED,
-            "cpu",
-            SINGLE,
-            r"paged: backend 'cpu' lacks 'paged_memory': .*there is no dev",
-        ),
+        (PAGED, "cpu", SINGLE, r"paged: backend 'cpu' lacks 'paged_memory': .*there is no dev"),
         (PAGED, "hpu", SINGLE, r"paged: backend 'hpu' lacks 'paged_memory': .*CUDA, ROCm"),
         (
             PAGED,

@@ -31,11 +31,7 @@ USUAL = {
 }
 MORE = {
     "single-all": _case(1, {"name": "single"}, **ALL),
-    "single-wide": _case(
-        1,
-        {"name": "single"},
-        model={"config": {**CONFIG, "vocab_size": 30_000}},
-    ),
+    "single-wide": _case(1, {"name": "single"}, model={"config": {**CONFIG, "vocab_size": 30_000}}),
     "ddp-all": _case(2, {"name": "ddp"}, **ALL),
     "tp": _case(2, {"name": "ddp", "tp": 2}),
     "tp-all": _case(2, {"name": "ddp", "tp": 2}, **ALL),

@@ -1,4 +1,7 @@
-"""The exit status of a rank, and that nothing follows its report: real processes."""
+"""The exit status of a rank, and that nothing follows its report.
+
+One is a process that imports all by itself, the others are forks.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +17,9 @@ from anygauge.launch.request import read_request
 from anygauge.launch.run_directory import lock_folder, write_run
 from anygauge.util.files import write_text
 from tests.helpers.runs import run_file
+from tests.helpers.zygote import Fork, run_forks
 
-RANK = str(Path(__file__).with_name("ending_rank.py"))
+RANK = "tests.training.ending_rank"
 
 
 @pytest.mark.parametrize(
@@ -37,14 +41,28 @@ def test_a_rank_ends_at_once_with_its_status(tmp_path: Path, end: str, status: i
         if end == "crashed":
             (folder / "metrics.jsonl").mkdir()
         asked = str(folder / "metrics.jsonl") if end == "stopped" else "-"
-        done = subprocess.run(
-            [sys.executable, RANK, asked, "--job", str(folder / "job.json")],
-            capture_output=True,
-            text=True,
-            env={**os.environ, **numbers, "OMP_NUM_THREADS": "1"},
-            timeout=300,
-        )
-    assert done.returncode == status, done.stderr
-    assert done.stdout.startswith("not flushed")
-    assert ("Traceback" in done.stderr) == (end in ("refused", "crashed")), done.stderr
+        arguments = [asked, "--job", str(folder / "job.json")]
+        out, err = tmp_path / "out.log", tmp_path / "err.log"
+        if end == "finished":
+            with out.open("w") as stdout, err.open("w") as stderr:
+                code = subprocess.run(
+                    [sys.executable, "-m", RANK, *arguments],
+                    stdout=stdout,
+                    stderr=stderr,
+                    env={**os.environ, **numbers, "OMP_NUM_THREADS": "1"},
+                    timeout=300,
+                ).returncode
+        else:
+            fork = Fork(
+                module=RANK,
+                arguments=arguments,
+                log=str(out),
+                errors=str(err),
+                environment=numbers,
+            )
+            (code,) = run_forks([fork], timeout_s=300)
+    said = err.read_text()
+    assert code == status, said
+    assert out.read_text().startswith("not flushed")
+    assert ("Traceback" in said) == (end in ("refused", "crashed")), said
     assert (folder / "report.json").is_file() == (end == "finished")

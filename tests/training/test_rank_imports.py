@@ -1,9 +1,8 @@
-"""What a rank imports, in processes of their own: no package that the run does not use."""
+"""What a rank imports, in a process of its own: no package that the run does not use."""
 
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from importlib import util
 from typing import Any
@@ -11,33 +10,30 @@ from typing import Any
 import pytest
 
 from anygauge.training.worker import unused_hidden
+from tests.helpers.child_processes import printed
 
 COMPILER = "torch._inductor.compile_fx"
 
 
-HIDING = (
-    "with unused_hidden(few_bits=False, trackers=[]): import peft, transformers.modeling_utils\n"
-)
+SCRIPT = """
+import json, sys
+from importlib import util
+from anygauge.training.worker import unused_hidden
+
+with unused_hidden(few_bits=False, trackers=[]):
+    import peft, transformers.modeling_utils
+print(json.dumps(list(sys.modules)))
+if util.find_spec("bitsandbytes"):
+    import bitsandbytes
+print(json.dumps(list(sys.modules)))
+"""
 
 
-def modules(script: str) -> set[str]:
-    """Of a new process that ran a script."""
-    script = f"from anygauge.training.worker import unused_hidden\n{script}"
-    script += "import json, sys; print(json.dumps(list(sys.modules)))"
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert run.returncode == 0, run.stderr
-    return set(json.loads(run.stdout.splitlines()[-1]))
-
-
-def test_libraries_do_not_import_what_a_run_does_not_use() -> None:
-    found = modules(HIDING)
-    assert "peft.tuners.lora.model" in found
-    assert not {"bitsandbytes", "peft.tuners.lora.bnb", COMPILER} & found
-
-
-@pytest.mark.skipif(not util.find_spec("bitsandbytes"), reason="needs bitsandbytes")
-def test_what_was_hidden_can_be_imported_afterwards() -> None:
-    assert "bitsandbytes.functional" in modules(f"{HIDING}import bitsandbytes\n")
+def test_libraries_do_not_import_what_a_run_does_not_use_and_it_can_be_imported_later() -> None:
+    hidden, later = (set(json.loads(line)) for line in printed(SCRIPT)[-2:])
+    assert "peft.tuners.lora.model" in hidden
+    assert not {"bitsandbytes", "peft.tuners.lora.bnb", COMPILER} & hidden
+    assert not util.find_spec("bitsandbytes") or "bitsandbytes.functional" in later
 
 
 @pytest.mark.parametrize(

@@ -5,39 +5,29 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from anygauge.config.load import load_run_file
 from anygauge.launch.run_directory import write_run
-from tests.helpers.child_processes import end, until
+from tests.helpers.child_processes import begin, begin_agents, end, until
 from tests.helpers.jobs import make_job
 from tests.helpers.runs import run_file
 
-STEPS = 30
+STEPS = 80
 
 
 def test_a_killed_rank_costs_the_steps_since_the_checkpoint(tmp_path: Path) -> None:
     path = run_file(
         tmp_path,
-        strategy={"name": "zero"},
+        strategy={"name": "ddp"},
         train={"steps": STEPS},
         checkpoint={"every": 5},
         launch={"devices": 2, "max_restarts": 1},
     )
     run = tmp_path / "out" / "tiny"
-    process = subprocess.Popen(
-        [sys.executable, "-m", "anygauge.cli", "train", str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        stdin=subprocess.DEVNULL,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    process = begin("train", path)
     until((run / "checkpoints" / "step-00000005").exists, "a checkpoint")
     log = (run / "logs" / "supervisor.log").read_text()
     pid = int(log.partition("rank 1 started, process ")[2].split()[0])
@@ -70,22 +60,7 @@ def test_ranks_meet_at_the_port_of_their_job_and_again_after_a_failure(tmp_path:
         max_restarts=1, environment={"GLOO_SOCKET_IFNAME": "lo"},
     )  # fmt: skip
     (run / "job.json").write_text(job.dump())
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        port = found.getsockname()[1]
-    agents = [
-        subprocess.Popen(
-            [
-                *(sys.executable, "-m", "anygauge.launch.agent", "--job", str(run / "job.json")),
-                *("--node-rank", str(node), "--coordinator", f"127.0.0.1:{port}"),
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        for node in range(2)
-    ]
+    agents = begin_agents(run / "job.json", 2)
     try:
         until((run / "checkpoints" / "step-00000003").exists, "a checkpoint")
         log = (run / "logs" / "agent0.log").read_text()

@@ -1,8 +1,12 @@
-"""What a run leaves behind: usable with plain transformers and peft, and by our own commands."""
+"""What a run leaves behind: usable with plain transformers and peft, and by our own commands.
+
+And how often a run of two ranks is parsed and checked, and makes its backend: once each.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,58 @@ from anygauge.kernels.loss import summed_cross_entropy
 from anygauge.models.factory import dtype_name
 from anygauge.models.inputs import model_inputs
 from tests.docs.pages import ROOT, section, table_names
-from tests.helpers.runs import Run, run_file, trained, trained_here
+from tests.helpers.runs import Run, run_file, train, trained_here
+
+WATCHED = {
+    "anygauge.config.load": ["load_run_file"],
+    "anygauge.config.resolved": ["parse_run"],
+    "anygauge.registry.registry": ["Registry.load", "Registry.create_backend"],
+    "anygauge.registry.selection": ["select_backend"],
+    "anygauge.training.build_strategy": ["check_strategy", "check_ranks", "check_batch"],
+    "anygauge.training.checks": ["check_settings", "check_optimizer"],
+    "anygauge.training.run_checks": ["RunChecks.check"],
+    "anygauge.training.trackers.group": ["check_trackers"],
+    "anygauge.kernels.choose": ["kernels_of_run"],
+    "anygauge.models.source": ["check_positions"],
+    "anygauge.models.tokenizer": ["check_vocabulary", "load_tokenizer"],
+}
+"""Module -> what is counted in it, as each process imports it."""
+
+COUNTER = """
+import functools, importlib.abc, importlib.machinery, json, os, sys
+
+WATCHED = json.loads(os.environ["WATCHED"])
+
+def counted(function, name):
+    @functools.wraps(function)
+    def count(*given, **named):
+        with open(os.environ["COUNTED"], "a") as file:
+            file.write(json.dumps([os.getpid(), sys.orig_argv[1:4], name]) + "\\n")
+        return function(*given, **named)
+    return count
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name not in WATCHED:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path)
+        run = spec.loader.exec_module
+
+        def exec_module(module):
+            run(module)
+            for each in WATCHED[name]:
+                *owners, last = each.split(".")
+                owner = functools.reduce(getattr, owners, module)
+                raw = vars(owner)[last]
+                of_class = isinstance(raw, classmethod)
+                made = counted(raw.__func__ if of_class else raw, each)
+                setattr(owner, last, classmethod(made) if of_class else made)
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path.insert(0, Finder())
+"""
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +91,9 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def adapted(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """An adapter on it, trained under ZeRO-3 on two ranks."""
+    """An adapter on it, trained under ZeRO-3 on two ranks; its processes count what they call."""
     folder = tmp_path_factory.mktemp("adapted")
+    (folder / "sitecustomize.py").write_text(COUNTER)
     path = run_file(
         folder,
         model={"name": str(base.folder / "model")},
@@ -46,7 +102,10 @@ def adapted(base: Run, tmp_path_factory: pytest.TempPathFactory) -> Run:
         data={"eval_fraction": 0.2, "packing": True},
         train={"eval_at_start": True, "optimizer": {"lr": 2.0e-2}},
     )
-    return trained(path, "--devices", "2")
+    counting = {"WATCHED": json.dumps(WATCHED), "COUNTED": str(folder / "counted")}
+    run = train(path, "--devices", "2", environment={"PYTHONPATH": str(folder), **counting})
+    assert run.status == 0, run.out + run.err
+    return run
 
 
 def plain_loss(model: Any, run: Run) -> float:
@@ -124,6 +183,21 @@ def test_the_run_directory_tells_all(base: Run, adapted: Run) -> None:
         assert {entry.name, f"{entry.name}/"} & told or entry.name.startswith("."), entry
     assert list((base.folder / "tensorboard").glob("events.*")), "TensorBoard was asked for"
     assert not (adapted.folder / "tensorboard").exists(), "and not here"
+
+
+def test_each_is_done_once_in_a_process(adapted: Run) -> None:
+    counted = adapted.folder.parents[1] / "counted"
+    found = [json.loads(line) for line in counted.read_text().splitlines()]
+    whose = {pid: " ".join(words) for pid, words, _ in found}
+    kinds = Counter(
+        next((k for k in ("prepare_process", "launch.rank") if k in words), "command")
+        for words in whose.values()
+    )
+    assert kinds == {"command": 1, "prepare_process": 1, "launch.rank": 2}
+    several = Counter((pid, name) for pid, _, name in found)
+    assert [(whose[pid], name) for (pid, name), count in several.items() if count > 1] == []
+    parsed = {pid for pid, _, name in found if name in ("load_run_file", "parse_run")}
+    assert parsed == set(whose)
 
 
 def test_the_terminal_shows_anygauges_lines_only(adapted: Run) -> None:

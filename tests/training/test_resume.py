@@ -8,17 +8,15 @@ from __future__ import annotations
 
 import json
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from anygauge.interface import STOPPED, RunFileError
-from tests.helpers.child_processes import bounded
+from tests.helpers.child_processes import begin, bounded
 from tests.helpers.forked import RunPart, finished, random_delays, runs_of
-from tests.helpers.runs import Run, run_file, trained_here
+from tests.helpers.runs import Run, run_file, train, trained_here
 
 CLOSE = 2e-5
 """Relative; float32 sums in another order, as in the tests of parity."""
@@ -165,11 +163,13 @@ def test_from_single_to_zero_with_all_weights_in_bfloat16(tmp_path: Path) -> Non
     assert resumed.steps("loss") == pytest.approx(reference.steps("loss"), rel=5e-4)
 
 
-@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
-def test_kills_at_random_moments(kills: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "steps"), [(1, 25), pytest.param(20, 60, marks=pytest.mark.slow)]
+)
+def test_kills_at_random_moments(kills: int, steps: int, tmp_path: Path) -> None:
     """On the same ranks nothing is rounded otherwise: the losses are equal to the last digit."""
     shared: dict[str, Any] = {
-        "train": lengths(60, eval_every=7),
+        "train": lengths(steps, eval_every=7),
         "data": HELD_OUT,
         "launch": {"devices": 2},
     }
@@ -181,11 +181,11 @@ def test_kills_at_random_moments(kills: int, tmp_path: Path) -> None:
     )
     assert [run.status for run in killed] == [-signal.SIGKILL] * kills
     assert (reference.status, last.status) == (0, 0), last.err
-    assert [r["step"] for r in train_records(last)] == list(range(1, 61))
+    assert [r["step"] for r in train_records(last)] == list(range(1, steps + 1))
     assert last.steps("loss") == reference.steps("loss")
     assert last.evaluations() == reference.evaluations()
     evaluated = [r["step"] for r in last.records if "eval_loss" in r]
-    assert evaluated == [7, 14, 21, 28, 35, 42, 49, 56, 60]
+    assert evaluated == [*range(7, steps, 7), steps]
 
 
 def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
@@ -314,8 +314,7 @@ def test_another_run_is_refused(field: str, value: int, named: str, done: tuple[
 def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:
     """What a scheduler does: SIGTERM to the command; the same command again with --resume auto."""
     file = run_file(tmp_path, train=lengths(400), **SINGLE)
-    command = [sys.executable, "-m", "anygauge.cli", "train", str(file)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    process = begin("train", file)
     assert process.stdout is not None
     with bounded(process, PATIENCE_S):
         for line in process.stdout:
@@ -326,12 +325,7 @@ def test_the_command_line_stops_and_goes_on(tmp_path: Path) -> None:
     assert process.returncode == STOPPED, said
     assert "stopped at request after step" in said
     assert "--resume auto" in said
-    done = subprocess.run(
-        [*command, "--resume", "auto", "--set", "train.steps=1"],
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "steps done)" in done.stdout
+    done = train(file, "--resume", "auto", "--set", "train.steps=1", timeout_s=PATIENCE_S)
+    assert done.status == 0, done.err
+    assert "steps done)" in done.out
     assert not (tmp_path / "out" / "tiny-2").exists()

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 
 from anygauge.config.schema import RunFile
-from anygauge.interface import (
-    AnygaugeError,
-    NotAvailableError,
-    RunFileError,
-    RunStatus,
-)
+from anygauge.interface import AnygaugeError, NotAvailableError, RunFileError, RunStatus
 from anygauge.registry import Registry
 from anygauge.training.trackers.group import (
     Trackers,

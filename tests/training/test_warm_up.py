@@ -137,8 +137,7 @@ QUICK = ("zero3", "ddp", "fsdp")
 
 
 @pytest.mark.parametrize(
-    "name",
-    [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in STRATEGIES],
+    "name", [pytest.param(n, marks=() if n in QUICK else pytest.mark.slow) for n in STRATEGIES]
 )
 def test_no_strategy_has_other_losses_for_it(name: str, tmp_path: Path) -> None:
     """Two ranks, two micro-batches in a step; equal to the last digit."""

@@ -35,7 +35,7 @@ SHAPES = os.environ.get("HABANA_STANDIN_SHAPES") == "1"
 """Whether results are left as the memory is: their shapes are right, their values mean nothing."""
 
 _MAKERS = {
-    *("empty.memory_format", "empty_strided", "empty_like", "new_empty", "new_empty_strided"),
+    *("empty.memory_format", "empty_strided", "empty_like", "new_empty", "new_empty_strided")
 }
 _QUIET = {
     *("set_", "set_.source_Storage", "set_.source_Storage_storage_offset", "set_.source_Tensor"),

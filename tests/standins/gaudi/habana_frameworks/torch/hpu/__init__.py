@@ -39,14 +39,7 @@ from .random import (
     set_rng_state,
     set_rng_state_all,
 )
-from .streams import (
-    Stream,
-    current_stream,
-    default_stream,
-    record_stream,
-    set_stream,
-    stream,
-)
+from .streams import Stream, current_stream, default_stream, record_stream, set_stream, stream
 
 _initialized = False
 

@@ -21,11 +21,7 @@ class FusedAdamW(Optimizer):
         moments_dtype=None,
     ):
         defaults = dict(
-            lr=lr,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            bias_correction=bias_correction,
+            lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, bias_correction=bias_correction
         )
         super().__init__(params, defaults)
         if moments_dtype is not None:
