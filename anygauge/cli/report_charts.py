@@ -42,6 +42,7 @@ _STYLE = {
     "axes.edgecolor": _GRID,
     "axes.labelcolor": _INK,
     "axes.facecolor": "none",
+    "axes.axisbelow": True,
     "axes.grid": True,
     "axes.spines.top": False,
     "axes.spines.right": False,

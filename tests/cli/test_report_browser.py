@@ -17,7 +17,7 @@ from tests.helpers.runs import called, run_file, save_tiny, trained
 
 pytestmark = pytest.mark.skipif(not PROGRAM, reason="no Chromium here: apt-get install chromium")
 
-PHONE, DESKTOP = (390, 844), (1280, 1500)
+PHONE, DESKTOP = (390, 844), (1280, 1300)
 LARGEST = 150_000
 """Bytes of a picture."""
 LEAST_PX = 9

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import io
 import itertools
 import json
 import os
@@ -66,8 +67,11 @@ class Page:
         return answer["result"].get("value")
 
     def screenshot(self, path: Path) -> None:
-        """Write what the screen shows, as PNG."""
-        path.write_bytes(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+        """Write what the screen shows, as PNG of 128 colors, which is small."""
+        from PIL import Image
+
+        shown = io.BytesIO(base64.b64decode(self._call("Page.captureScreenshot")["data"]))
+        Image.open(shown).convert("RGB").quantize(128).save(path, optimize=True)
 
     def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
         number = next(self._numbers)
