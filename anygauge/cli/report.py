@@ -41,7 +41,7 @@ NO_LINE = {"mfu": "Not known: no peak rate is published for these devices."}
 
 
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN [RUN...]")],
+    runs: Annotated[list[Path], typer.Argument(help="Run directories.", metavar="RUN...")],
     output: Annotated[
         Path | None,
         typer.Option(help=f"The page to write; default: {PAGE} in the first run's directory."),
