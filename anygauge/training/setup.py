@@ -233,7 +233,8 @@ def prepare_run(
         rank=rank.index,
         log=rank.events.message,
     )
-    profiler.check(0 if start is None else start.step, batches.steps)
+    if not job.resume:  # another attempt may begin behind them
+        profiler.check(0 if start is None else start.step, batches.steps)
     engine = strategy.build(
         BuildContext(
             factory=starting,
