@@ -5,12 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import anygauge.util.forks  # noqa: F401 - it notices forks from here on
+
 if TYPE_CHECKING:
-    from anygauge.interface import Backend
+    from anygauge.cli.from_python import Result, load, plan, train
+    from anygauge.config.schema import RunFile
+    from anygauge.interface import AnygaugeError, Backend
 
     __version__: str
 
-__all__ = ["__version__", "open_backend"]
+__all__ = [
+    "AnygaugeError",
+    "Result",
+    "RunFile",
+    "__version__",
+    "load",
+    "open_backend",
+    "plan",
+    "train",
+]
+
+_HOMES = {
+    **dict.fromkeys(("Result", "load", "plan", "train"), "anygauge.cli.from_python"),
+    "AnygaugeError": "anygauge.util.errors",
+    "RunFile": "anygauge.config.schema",
+}
+"""Name -> the module that it is imported from when it is first used."""
 
 
 def open_backend(
@@ -55,4 +75,12 @@ def __getattr__(name: str) -> Any:
         import importlib.metadata
 
         return importlib.metadata.version("anygauge")
+    if name in _HOMES:
+        import importlib
+
+        return getattr(importlib.import_module(_HOMES[name]), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -198,6 +198,6 @@ Commands:
 {commands}
 
 Options:
-  -h, --help            Show this message, or a command's: anygauge COMMAND --help
+  -h, --help            Show this, or of a command: anygauge COMMAND --help
   --version             Show the version.
 {options}"""

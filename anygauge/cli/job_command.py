@@ -70,7 +70,7 @@ def job(
     else:
         from anygauge.launch.follow import follow
 
-        raise typer.Exit(follow(running, run_directory=run_directory))
+        raise typer.Exit(follow(running, run_directory=run_directory).show(run_directory))
 
 
 def show_logs(folder: Path, lines: int) -> None:

@@ -9,11 +9,11 @@ import json
 import os
 import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import typer
 
@@ -27,7 +27,7 @@ from anygauge.cli.shared_options import (
     NodesOption,
     SetOption,
 )
-from anygauge.config.load import load_run_file
+from anygauge.config.load import RunSource, load_run_file
 from anygauge.config.schema import RunFile
 from anygauge.interface import Card, RunFileError, UsageError
 from anygauge.interface.estimate import KINDS
@@ -84,23 +84,59 @@ def plan(
         return measure(backend, devices, as_json=json_)
     if run_file is None:
         raise UsageError("no run file is given: anygauge plan RUN.yaml, or --calibrate without one")
-    registry = Registry.load()
-    described = Hardware.load(registry, [*measured_files(), *(hardware or ())])
     flags = {"backend": backend, "launch.devices": devices, "launch.nodes": nodes}
-    names = list(dict.fromkeys([*([machine] if machine else []), *(compare or ())])) or [None]
+    asked = Asked(machine, hardware or [], suggest, strategies, compare or [])
+    terminal = (Console(quiet=json_), Console(stderr=True).status, interrupts_end_process)
+    record = answer(run_file, set_ or [], flags, asked, *terminal)
+    if json_:
+        typer.echo(json.dumps(record, indent=2))
+
+
+class Asked(NamedTuple):
+    """Options of a plan."""
+
+    machine: str | None
+    hardware: Sequence[Path]
+    suggest: bool
+    strategies: bool
+    compare: Sequence[str]
+
+
+def answer(
+    run_file: RunSource,
+    overrides: list[str],
+    flags: Mapping[str, Any],
+    asked: Asked,
+    console: Console,
+    waiting: Callable[[str], AbstractContextManager[Any]] = nullcontext,
+    planning: Callable[[], AbstractContextManager[None]] = nullcontext,
+) -> dict[str, Any]:
+    """Print a plan as its parts are there; returns docs/planning.md's keys of JSON.
+
+    Args:
+        run_file, overrides, flags: as of `load_run_file`.
+        waiting: see `Trials`.
+        planning: entered while anything is computed.
+    """
+    machine, hardware, suggest, strategies, compare = asked
+    registry = Registry.load()
+    described = Hardware.load(registry, [*measured_files(), *hardware])
+    names: list[str | None] = [*dict.fromkeys([*([machine] if machine else []), *compare])]
     read = partial(load_run_file, run_file)
-    cases = [read_case(read, set_ or [], flags, name, described, registry) for name in names]
+    cases = [
+        read_case(read, overrides, flags, name, described, registry) for name in names or [None]
+    ]
     (run, target), *_ = cases
     unknown = why_no_verdict(target.card)
     if suggest and unknown:
         raise UsageError(f"--suggest: {unknown}")
     fetch_configuration(run)
-    console, tried = Console(quiet=json_), Trials(registry, Console(stderr=True).status)
+    tried = Trials(registry, waiting)
     with ExitStack() as stack:
         for name in run.environment.keys() - os.environ.keys():
             os.environ[name] = run.environment[name]
             stack.callback(os.environ.pop, name)
-        stack.enter_context(interrupts_end_process())
+        stack.enter_context(planning())
         trial = tried(run, target)
         notes = [described.note_on(at.machine) for _, at in cases if at.machine]
         record = _show_trial(console, trial, [note for note in notes if note])
@@ -118,8 +154,7 @@ def plan(
         if not unknown and (suggest or not trial.fits):
             found = changes.what_to_change(trial, tried, batch, lengths)
             record["changes"] = show_changes(console, found, fits=trial.fits)
-    if json_:
-        typer.echo(json.dumps(record, indent=2))
+    return record
 
 
 def read_case(

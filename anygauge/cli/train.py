@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,9 +25,7 @@ from anygauge.cli.shared_options import (
     read_steps,
 )
 from anygauge.interface import AnygaugeError, UsageError
-from anygauge.launch.prepare import prepare_run
-from anygauge.launch.request import RunRequest, read_request, render_plan
-from anygauge.util.text import wrap_for_stream
+from anygauge.launch.request import RunRequest, read_request
 
 
 def train(
@@ -80,7 +77,7 @@ def train(
 
         show_dry_run(request, plan=plan, force=force)
         return
-    raise typer.Exit(start(request, quiet=quiet, plan_memory=plan, force=force))
+    raise typer.Exit(_start(request, quiet=quiet, plan_memory=plan, force=force))
 
 
 def launch(
@@ -125,7 +122,7 @@ def launch(
 
         show_dry_run(request, plan=plan, force=force)
     else:
-        raise typer.Exit(start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
+        raise typer.Exit(_start(request, quiet=quiet, detach=detach, plan_memory=plan, force=force))
 
 
 def _flag_fields(
@@ -164,49 +161,7 @@ def _refuse_a_rank() -> None:
         )
 
 
-def start(
-    request: RunRequest,
-    *,
-    quiet: bool,
-    detach: bool = False,
-    plan_memory: bool | None = None,
-    force: bool = False,
-) -> int:
-    """Write the resolved run, submit the job and follow it; returns the exit status.
+def _start(request: RunRequest, **options: Any) -> int:
+    from anygauge.launch.start_run import start
 
-    Args:
-        detach: leave once it is submitted.
-        plan_memory: always, or never; None: where it may be short.
-        force: start it even where it cannot fit.
-    """
-    from anygauge.launch.follow import follow
-    from anygauge.launch.submit import resume_target, submit_job
-
-    spec, folder = request.launcher, Path(request.job.run_directory)
-    if detach and "detach" not in spec.can:
-        raise UsageError(
-            f"--detach: a job of the {spec.name} launcher ends with the command that started it; "
-            "leave --detach out"
-        )
-    # Until its ranks accept it, a start changes nothing of the run that it resumes.
-    resuming, finished = resume_target(request)
-    if finished is not None:
-        typer.echo(wrap_for_stream(finished.describe(), sys.stdout))
-        return 0
-    if resuming:
-        request = replace(request, job=request.job.as_attempt())
-    render_plan(request)  # what a launcher refuses is refused before the checks, which take longer
-    request, found, expected = prepare_run(request, quiet=quiet, plan=plan_memory, force=force)
-    plan = render_plan(request)
-    for note in (*plan.notes, *found.notes, *filter(None, [expected.note])):
-        typer.echo(wrap_for_stream(f"note: {note}", sys.stderr), err=True)
-    if not quiet:
-        typer.echo(f"run: {folder}")
-        for line in expected.lines:
-            typer.echo(wrap_for_stream(line, sys.stdout))
-    with submit_job(request, plan, resuming=resuming) as (running, signals):
-        if not detach or signals.received:
-            return follow(running, run_directory=folder, quiet=quiet, signals=signals)
-        if not quiet:
-            typer.echo(f"{running.state().text}; to follow it: anygauge job follow {folder}")
-    return 0
+    return start(request, **options).show(request.job.run_directory)

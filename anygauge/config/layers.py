@@ -34,22 +34,23 @@ def read_files(
     environ: Mapping[str, str],
     problems: list[Problem],
     chain: tuple[tuple[Path, str], ...] = (),
-    text: str | None = None,
+    root: YamlNode | None = None,
 ) -> YamlNode:
     """One file with everything it extends merged beneath it.
 
     Args:
         path: the file, absolute.
+        root: what was read in its place.
         shown: the file as complaints name it.
         environ: variables for the paths of `extends`.
         problems: complaints that leave the rest readable are added here.
         chain: the files that led here, each real path with its shown name.
-        text: what stands in the file; None: it is read.
+        root: what stands in the file; None: it is read.
 
     Raises:
         RunFileError: a file is not there, is not YAML, or extends itself.
     """
-    root = read_document(path, shown, problems, text)
+    root = read_document(path, shown, problems) if root is None else root
     word_as_section(root)
     chain = (*chain, (path.resolve(), shown))
     extends = root.value.pop("extends", None)

@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import kind_of_run
+from anygauge.config.document import NotYaml, read_document, read_yaml
 from anygauge.config.layers import read_command_line, read_files
 from anygauge.config.paths import (
     CACHE,
@@ -21,13 +22,18 @@ from anygauge.config.paths import (
     resolve_paths,
 )
 from anygauge.config.problems import empty_sections, explain_errors
+from anygauge.config.resolved import absolute_paths
 from anygauge.config.schema import RunFile
 from anygauge.config.strategies import spell_out
-from anygauge.config.tree import Problem, dotted_path, merge, run_file_error
+from anygauge.config.tree import Origin, Problem, YamlNode, dotted_path, merge, run_file_error
+from anygauge.config.yaml_text import write_yaml
+from anygauge.interface import RunFileError
+
+RunSource = str | os.PathLike[str] | Mapping[str, Any] | RunFile
 
 
 def load_run_file(
-    path: str | os.PathLike[str],
+    source: RunSource,
     overrides: Sequence[str] = (),
     flags: Mapping[str, Any] | None = None,
     *,
@@ -41,7 +47,7 @@ def load_run_file(
     Mappings are merged, lists are replaced, null stands for the default.
 
     Args:
-        path: the run file.
+        source: the run file; or what a Python program has in its place.
         overrides: values of --set, "dotted.path=YAML".
         flags: values of options of their own by dotted path; None where an option is not given.
         environ: variables for paths; left out: those of the process.
@@ -53,9 +59,16 @@ def load_run_file(
     """
     environ = os.environ if environ is None else environ
     cwd = Path.cwd() if cwd is None else cwd
-    name = os.fspath(path)
     problems: list[Problem] = []
-    root = read_files(cwd / path, name, environ, problems, text=text)
+    if isinstance(source, str | os.PathLike):
+        name, root = os.fspath(source), None
+        if text is not None:
+            root = read_document(cwd / source, name, problems, text)
+        root = read_files(cwd / source, name, environ, problems, root=root)
+    else:
+        name = source.origin("").label if isinstance(source, RunFile) else "run"
+        root = read_values(source, Origin(name, None, cwd), problems)
+        root = read_files(cwd / name, name, environ, problems, root=root)
     root = merge(root, read_command_line(overrides, flags or {}, cwd, problems))
     spell_out(root)
     resolve_paths(root, environ, cwd, problems)
@@ -72,6 +85,34 @@ def load_run_file(
     fields = {**dict(found), "output": locate(OUTPUT, found.output, cwd)}
     run = RunFile.model_construct(found.model_fields_set, **fields)
     return run.written_at({dotted_path(place): node.origin for place, node in root.nodes()})
+
+
+def read_values(
+    source: Mapping[str, Any] | RunFile, start: Origin, problems: list[Problem]
+) -> YamlNode:
+    """A dict, or what an object sets, as the tree that its file would be.
+
+    Args:
+        start: where values of a dict are written; those of an object keep their places.
+
+    Raises:
+        RunFileError: it is neither, or holds what no file can.
+    """
+    if not isinstance(source, Mapping | RunFile):
+        what = "the path of a run file, a dict with what a run file has, or an anygauge.RunFile"
+        raise RunFileError(f"run: got a value of type {type(source).__name__}, expected {what}")
+    values: Any = source
+    if isinstance(source, RunFile):
+        values = absolute_paths(source.model_dump(exclude_unset=True))
+    try:
+        root = read_yaml(write_yaml(values), start, problems)
+    except (ValueError, NotYaml) as error:
+        raise RunFileError(f"{start}: {error}") from None
+    assert root is not None
+    if isinstance(source, RunFile):
+        for place, node in root.nodes():
+            node.origin = source.origin(dotted_path(place))
+    return root
 
 
 def check_paths(run: RunFile, complaint: Callable[[Place, str], str] = complaint_about) -> None:

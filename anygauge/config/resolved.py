@@ -74,9 +74,13 @@ def dump_run(run: RunFile) -> str:
         run: as loaded. A relative path in a run that was made by hand is taken as relative to the
             current directory.
     """
-    values = values_of(run)
+    return _HEADER + write_yaml(absolute_paths(values_of(run)))
+
+
+def absolute_paths(values: dict[str, Any]) -> dict[str, Any]:
+    """The same values, changed: with paths as the reader of run files takes them for these."""
     for place, path in paths_in(values):
         # The reader replaces variables; a dollar sign that is part of the path is doubled.
         absolute = locate(place, path, Path.cwd()).replace("$", "$$")
         value_at(values, place[:-1])[place[-1]] = absolute
-    return _HEADER + write_yaml(values)
+    return values

@@ -8,8 +8,9 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
@@ -17,7 +18,7 @@ from typing import Any, Self
 from anygauge.interface import STOPPED, RunningJob
 from anygauge.launch.attempt import SIGNALS
 from anygauge.launch.run_directory import logs_of
-from anygauge.launch.view import GLANCE_S, View, explain, show_stopped, show_where_logs_are
+from anygauge.launch.view import GLANCE_S, View, explain, show_stopped, where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.processes import REPEATED_SIGNAL_S
 
@@ -44,8 +45,10 @@ class Signals:
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
             for number in SIGNALS:
-                # Under nohup, the end of the terminal does not ask for anything.
-                if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                before = signal.getsignal(number)
+                # Under nohup, the end of the terminal does not ask for anything. None is a handler
+                # of the program around this interpreter, which could not be put back.
+                if before is not None and (number != signal.SIGHUP or before != signal.SIG_IGN):
                     self._before[number] = signal.signal(number, self._take)
         return self
 
@@ -69,15 +72,52 @@ class Signals:
             self._job.cancel()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ending:
+    """How a job ended for the one who followed it.
+
+    Attributes:
+        state: ``ok``, ``stopped`` (on request, with a checkpoint), ``cancelled`` (on request),
+            ``left`` (it runs on), or ``failed``.
+        status: the exit status: that of the job (`STOPPED` where it stopped), or 128 + the signal
+            by which the user ended it.
+        text: in words, where it is none of ``ok`` and ``left``.
+        kind: of a failure's error; see `AnygaugeError.kind`.
+        signals: what the user ended it by.
+    """
+
+    state: str = "ok"
+    status: int = 0
+    text: str = ""
+    kind: str = ""
+    signals: Sequence[int] = ()
+
+    def show(self, run_directory: str | Path, errors: Console | None = None) -> int:
+        """Print it, and return the exit status.
+
+        Args:
+            errors: None for standard error.
+        """
+        errors = errors or Console(stderr=True)
+        if self.state == "stopped":
+            show_stopped(errors, self.text)
+        elif self.state == "cancelled":
+            errors.print(self.text)
+        elif self.state == "failed":
+            explain(errors, self.text)
+        if self.state in ("cancelled", "failed"):
+            errors.print(f"logs: {where_logs_are(run_directory)}", soft_wrap=True)
+        return self.status
+
+
 def follow(
     running: RunningJob,
     *,
     run_directory: str | Path,
     quiet: bool = False,
     console: Console | None = None,
-    errors: Console | None = None,
     signals: Signals | None = None,
-) -> int:
+) -> Ending:
     """Show a job until it ends. Ctrl-C ends its ranks in order, a second time kills them.
 
     Before the ranks train there is nothing to save: then they end at once.
@@ -88,41 +128,35 @@ def follow(
     Args:
         quiet: only warnings and how it ended.
         console: where the run is shown; None for standard output, with a bar on a terminal.
-        errors: where failures are shown; None for standard error.
         signals: entered; for those that it has received, the job was asked to end.
-
-    Returns:
-        The exit status: that of the job (`STOPPED` where it wrote a checkpoint at the user's
-        request), or 128 + the signal by which the user ended it.
     """
     console = console or Console(force_terminal=sys.stdout.isatty())
     view = View(console, quiet)
-    errors = errors or Console(stderr=True)
     with nullcontext(signals) if signals else Signals() as taken:
         taken.end_with(running)
         ended = _show_events(running, view, taken.received)
         if ended is None:
             console.print(f"to follow it again: anygauge job follow {run_directory}")
-            return 0
-    state = ended.get("state")
-    if taken.received and state in ("cancelled", None):
+            return Ending(state="left")
+    state, received = ended.get("state"), tuple(taken.received)
+    if received and state in ("cancelled", None):
         when = "" if view.began else " before the first step; there was nothing to save"
-        errors.print(f"ended on request{when}; the ranks have ended")
-        show_where_logs_are(errors, run_directory)
-        return 128 + taken.received[0]
+        text = f"ended on request{when}; the ranks have ended"
+        status = 128 + received[0]
+        return Ending(state="cancelled", status=status, text=text, signals=received)
     if not ended:
         log = logs_of(Path(run_directory)) / "agent0.log"
-        explain(errors, f"the agent died before it could report; see {log}")
-        return 1
+        text = f"the agent died before it could report; see {log}"
+        return Ending(state="failed", status=1, text=text)
+    text, kind = str(ended.get("cause") or ""), str(ended.get("kind") or "")
     if state == "stopped":
-        show_stopped(errors, str(ended.get("cause")))
-        return STOPPED
+        return Ending(state=state, status=STOPPED, text=text, signals=received)
     if state == "ok":
         view.summary()
-        return 0
-    explain(errors, str(ended.get("cause") or "the run ended early, and no cause was reported"))
-    show_where_logs_are(errors, run_directory)
-    return int(ended.get("exit_status") or 1)
+        return Ending(signals=received)
+    text = text or "the run ended early, and no cause was reported"
+    status = int(ended.get("exit_status") or 1)
+    return Ending(state="failed", status=status, text=text, kind=kind, signals=received)
 
 
 def _show_events(running: RunningJob, view: View, signals: list[int]) -> Event | None:
@@ -149,7 +183,7 @@ def _show_events(running: RunningJob, view: View, signals: list[int]) -> Event |
                     ended = event
                 else:
                     view.show(event)
-    except OSError:  # the terminal was closed, or the reader of a pipe has gone
+    except BaseException:  # the terminal was closed, or the reader of a pipe has gone
         if running.record is None:
             if not signals:
                 running.cancel()

@@ -23,7 +23,7 @@ from anygauge.launch.foreign import ForeignLaunch
 from anygauge.launch.foreign_meeting import agree, job_of, meeting_store
 from anygauge.launch.foreign_prepare import RefusedError, prepare_with_others, say_refusal
 from anygauge.launch.run_directory import remove_unaccepted
-from anygauge.launch.view import View, explain, show_stopped, show_where_logs_are
+from anygauge.launch.view import View, explain, show_stopped, where_logs_are
 from anygauge.util.console import Console
 from anygauge.util.events import EventWriter
 from anygauge.util.processes import tie_to_parent
@@ -161,7 +161,7 @@ def _train(launch: ForeignLaunch, job: Job, lock: str, quiet: bool) -> int:
                 f"{launch.launcher}, or that rank's log"
             )
         explain(errors, text)
-        show_where_logs_are(errors, job.run_directory)
+        errors.print(f"logs: {where_logs_are(job.run_directory)}", soft_wrap=True)
     elif launch.rank == 0 and kind == "stopped":
         show_stopped(errors, stopped_text(events.ending))
     elif launch.rank == 0:

@@ -114,13 +114,13 @@ class LocalRun:
         try:
             self._status = self._supervisor.run()
         except Exception as error:
-            text = str(error)
+            text, kind = str(error), ""
             if isinstance(error, AnygaugeError):
-                self._status = error.exit_status
+                self._status, kind = error.exit_status, error.kind
             elif not isinstance(error, OSError):
                 self._supervisor.write_log(traceback.format_exc())
                 text = f"supervising the ranks failed: {type(error).__name__}: {error}"
-            fields = {"exit_status": self._status, "cause": text, "node_rank": 0}
+            fields = {"exit_status": self._status, "cause": text, "kind": kind, "node_rank": 0}
             self._events.send("ended", state="failed", **fields)
         finally:
             self._events.close()

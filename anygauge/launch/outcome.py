@@ -51,6 +51,7 @@ class JobFailure:
         exit_status: what the job should exit with.
         final: another attempt would fail in the same way: the message is for the user.
         lost: a node that sends no heartbeats any more.
+        error_kind: see `AnygaugeError.kind`; "" where it is not for the user.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -62,6 +63,7 @@ class JobFailure:
     exit_status: ExitStatus = 1
     final: Flag = False
     lost: Flag = False
+    error_kind: Text = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,6 +103,7 @@ class JobOutcome:
         cause: in words, where it is not ok.
         final: another attempt would not help.
         rendezvous: where the ranks of the next attempt meet.
+        error_kind: of the failure that is the cause.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = _CLOSED
@@ -110,6 +113,7 @@ class JobOutcome:
     cause: Text | None = None
     final: Flag = True
     rendezvous: Text = ""
+    error_kind: Text = ""
 
 
 def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
@@ -136,8 +140,13 @@ def resolve_outcome(reports: Sequence[NodeReport]) -> JobOutcome:
         return JobOutcome(state="failed", exit_status=1, cause=text)
     if first.lost:
         return JobOutcome(state="lost", exit_status=LOST, cause=first.text)
+    status = first.exit_status
     return JobOutcome(
-        state="failed", exit_status=first.exit_status, cause=first.text, final=first.final
+        state="failed",
+        exit_status=status,
+        cause=first.text,
+        final=first.final,
+        error_kind=first.error_kind,
     )
 
 

@@ -23,7 +23,7 @@ from anygauge.launch.prepare_endings import PrepareWork
 from anygauge.launch.prepare_request import PrepareAnswer
 from anygauge.launch.watchdog import sample_process
 from anygauge.models.hub import HubUnreachableError
-from anygauge.util import errors
+from anygauge.util.errors import error_class
 from anygauge.util.processes import parent_environment
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ def prepare(
                     case "found":
                         fields |= event["fields"]
                     case "refused":
-                        raise _ERRORS.get(event["error"], AnygaugeError)(event["message"])
+                        is_hub = event["error"] == HubUnreachableError.__name__
+                        kind = HubUnreachableError if is_hub else error_class(event["error"])
+                        raise kind(event["message"])
                     case "out_of_memory":
                         ending = work.out_of_memory(event["limit"])
                         break
@@ -142,9 +144,6 @@ def _on_terminal(quiet: bool) -> Iterator[Show]:
                 bar.update(task, description=name, completed=done, total=total)
 
         yield show
-
-
-_ERRORS = {**vars(errors), "HubUnreachableError": HubUnreachableError}
 
 
 @contextlib.contextmanager

@@ -47,12 +47,8 @@ def failure_event(error: Exception, stage: str) -> dict[str, Any]:
     """The event that an error comes to: a refusal, unless torch is not installed."""
     if isinstance(error, AnygaugeError):
         # The other end knows the kinds that all packages share, with their exit status.
-        shared = AnygaugeError.__module__
-        kind = next(
-            each.__name__
-            for each in type(error).__mro__
-            if each is HubUnreachableError or each.__module__ == shared
-        )
+        is_hub = isinstance(error, HubUnreachableError)
+        kind = HubUnreachableError.__name__ if is_hub else error.kind
         return {"event": "refused", "error": kind, "message": str(error)}
     if find_spec("torch") is None and misses_torch(error):
         return {"event": "found", "fields": {"unchecked": "torch is not installed here"}}

@@ -41,6 +41,7 @@ def reported_failure(rank: int, event: Mapping[str, Any], received: float) -> Jo
         time=received,
         text=message if final else f"failed with {reason}",
         final=final,
+        error_kind=str(event.get("kind") or "") if final else "",
         exit_status=status if isinstance(status, int) and 0 < status < 256 else 1,
     )
 

@@ -15,6 +15,7 @@ from anygauge.launch.decision import UNDECIDED, Decision
 from anygauge.launch.foreign import START_REMEDY
 
 if TYPE_CHECKING:
+    from anygauge.config.load import RunSource
     from anygauge.config.schema import RunFile
     from anygauge.interface import Backend, LauncherSpec, Plan
     from anygauge.launch.foreign import ForeignLaunch
@@ -56,7 +57,7 @@ class RunRequest:
 
 
 def read_request(
-    path: Path,
+    source: RunSource,
     overrides: Sequence[str] | None,
     flags: Mapping[str, Any],
     *,
@@ -66,6 +67,7 @@ def read_request(
     """Read the run file, choose the backend, and describe the job.
 
     Args:
+        source: see `load_run_file`.
         flags: dotted path -> value of a dedicated option; None where it was not given.
         need_device: ranks will be started here, so the device must be there.
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
@@ -77,7 +79,7 @@ def read_request(
     from anygauge.training.auto import AUTO
     from anygauge.training.build_strategy import check_batch, check_strategy
 
-    run = load_run_file(path, list(overrides or ()), flags)
+    run = load_run_file(source, list(overrides or ()), flags)
     if foreign is not None:
         run = _as_launched(run, foreign)
     registry = installed_plugins()

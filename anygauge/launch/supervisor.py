@@ -227,7 +227,7 @@ class Supervisor:
             self.write_log(f"how the ranks ended cannot be written: {error}")
         self.write_log(f"ended: {outcome.state}, exit status {outcome.exit_status}")
         if outcome.state != "again":
-            fields = {"exit_status": outcome.exit_status, "cause": text}
+            fields = {"exit_status": outcome.exit_status, "cause": text, "kind": outcome.error_kind}
             self.nodes.send("ended", state=outcome.state, node_rank=self.node_rank, **fields)
         elif self.node_rank == 0:
             text = (

@@ -103,8 +103,8 @@ class View:
         elif rank:
             return
         elif kind == "started":
-            for text in event.get("lines") or ():
-                self.line(str(text))
+            if lines := event.get("lines"):
+                self.line("\n".join(map(str, lines)))
             self._advance(int(event.get("done", 0)), event.get("steps"), "")
         elif kind == "step":
             if not self._drawn:
@@ -121,8 +121,8 @@ class View:
 
     def summary(self) -> None:
         """Show rank 0's summary of the whole run."""
-        for text in summary_lines(self._summary):
-            self.line(text)
+        if lines := summary_lines(self._summary):
+            self.line("\n".join(lines))  # one output of a notebook's cell
 
     def _advance(self, step: int, steps: int | None, metrics: str) -> None:
         name = _step_of(step, steps)
@@ -142,13 +142,12 @@ def show_stopped(errors: Console, how: str) -> None:
     errors.print("to resume: the same command with --resume auto")
 
 
-def show_where_logs_are(errors: Console, run_directory: str | Path) -> None:
-    """Name the folder of a run's logs, or what would show them."""
+def where_logs_are(run_directory: str | Path) -> str:
+    """The folder of a run's logs, or what would show them."""
     home = Path(run_directory)
     folder = logs_of(home)
     remote = (home / LAUNCHED).exists() and not any(folder.glob("rank*.log"))
-    where = f"anygauge job logs {run_directory}" if remote else folder
-    errors.print(f"logs: {where}", soft_wrap=True)
+    return f"anygauge job logs {run_directory}" if remote else str(folder)
 
 
 # -- events as lines -------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ def load_for_inference(
     adapter: Path | None,
     device: torch.device,
     dtype: torch.dtype,
-    attention: str,
+    attention: str | None,
     dequantized: bool = False,
 ) -> Any:
     """The whole model on one device, in evaluation mode.
@@ -37,6 +37,7 @@ def load_for_inference(
     A base that the section, or what lies beside the adapter, says was quantized is quantized again.
 
     Args:
+        attention: the model library's name of a kernel; None: its own choice.
         dequantized: such a base has plain linear layers in `dtype`, with the values of its codes.
 
     Raises:

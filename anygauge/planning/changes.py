@@ -8,12 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from anygauge.config.resolved import values_of
 from anygauge.config.schema import RunFile
 from anygauge.config.sections import QuantizeSection
+from anygauge.config.yaml_text import write_flow
 from anygauge.interface import AnygaugeError, StrategySpec
 from anygauge.kernels.choose import LOSS, REFERENCE
 from anygauge.planning.trials import Target, Trial, Trials, with_changes
@@ -60,7 +60,7 @@ class Choice:
         if section:
             lines["strategy"] = section.pop("name")
         lines |= {f"strategy.{name}": value for name, value in section.items()}
-        return [f"{path}={_inline(value)}" for path, value in lines.items()]
+        return [f"{path}={write_flow(value)}" for path, value in lines.items()]
 
     def plan(self, run: RunFile, target: Target, tried: Trials) -> Choice:
         """This one, planned; a refusal is an answer."""
@@ -76,11 +76,6 @@ class Choice:
         found = {"name": self.name, "lines": dict(self.lines), "set": self.options}
         trial = none if self.trial is None else self.trial.record()
         return {**found, "why": self.why or None, **trial}
-
-
-def _inline(value: Any) -> str:
-    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10_000)
-    return text.removesuffix("\n").removesuffix("\n...")
 
 
 # -- what to change --------------------------------------------------------------------------------

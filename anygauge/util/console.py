@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import rich.console
@@ -37,7 +38,9 @@ class Console(rich.console.Console):
 
     @property
     def can_redraw(self) -> bool:
-        """Whether what is shown can be redrawn in its place."""
+        """Whether what is shown can be redrawn in its place; a notebook does that by a library."""
+        if self.is_jupyter:
+            return find_spec("ipywidgets") is not None
         return self.is_terminal and not self.is_dumb_terminal
 
     def print(self, *objects: Any, **options: Any) -> None:

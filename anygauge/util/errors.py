@@ -59,6 +59,17 @@ class AnygaugeError(Exception):
     def __str__(self) -> str:
         return without_users(super().__str__())
 
+    @property
+    def kind(self) -> str:
+        """The nearest class of this file, by which another process raises it again."""
+        return next(each.__name__ for each in type(self).__mro__ if each.__module__ == __name__)
+
+
+def error_class(kind: str) -> type[AnygaugeError]:
+    """The class of an `AnygaugeError.kind`; of any other name the base of all."""
+    found = globals().get(kind)
+    return found if isinstance(found, type) and issubclass(found, AnygaugeError) else AnygaugeError
+
 
 class RunFileError(AnygaugeError):
     exit_status = 2

@@ -17,11 +17,13 @@ epoch) and, from ranks, ``rank``.
 ``finished``          the rank has done all its work; rank 0 adds ``summary`` (name: value)
 ``stopped``           asked to end, the rank has done so; rank 0 adds ``step`` and ``checkpoint``
 ``failed``            ``error`` (class name), ``message``, ``for_user`` (shown without traceback),
-                      ``exit_status``; sent before the rank closes its connections, so that it
-                      precedes the failures which it causes in others
+                      ``kind`` (see `AnygaugeError.kind`), ``exit_status``; sent before the rank
+                      closes its connections, so that it precedes the failures which it causes in
+                      others
 ``rank_exited``       from the supervisor: ``rank``, ``code`` (negative: signal), ``log`` (path)
 ``ended``             from the supervisor, last: ``state`` (``ok``, ``failed``, ``cancelled``,
-                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words)
+                      ``stopped``), ``exit_status``, ``cause`` (the earliest failure, in words) and
+                      its ``kind``
 ====================  =============================================================================
 """
 
@@ -78,7 +80,9 @@ class EventWriter:
         status = error.exit_status if isinstance(error, AnygaugeError) else 1
         name = type(error).__name__
         text = str(error).strip() or name
-        self.send("failed", error=name, message=text, for_user=for_user, exit_status=status)
+        kind = error.kind if isinstance(error, AnygaugeError) else ""
+        fields = {"message": text, "for_user": for_user, "kind": kind, "exit_status": status}
+        self.send("failed", error=name, **fields)
         return status
 
     def send(self, event: str, **fields: Any) -> None:

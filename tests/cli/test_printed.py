@@ -111,7 +111,7 @@ def test_help_has_one_style(
     monkeypatch.setenv("COLUMNS", "80")
     assert anygauge.cli.run([name, "--help"]) == 0
     usage, *lines = capsys.readouterr().out.splitlines()
-    words = r"[A-Za-z._]+|\[RUN\.yaml\]"
+    words = r"[A-Za-z._]+|\[[A-Za-z.]+\]"
     assert re.fullmatch(
         rf"Usage: anygauge {name}( ({words}))* \[OPTIONS\]( \[-- COMMAND \.{{3}}\])?", usage
     )

@@ -23,4 +23,4 @@ def fake_run(script: str, run_directory: str, ranks: int, grace_s: float, lock: 
 if __name__ == "__main__":
     with lock_folder(Path(sys.argv[2])) as lock:
         running = fake_run(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]), lock)
-        sys.exit(follow(running, run_directory=sys.argv[2]))
+        sys.exit(follow(running, run_directory=sys.argv[2]).show(sys.argv[2]))

@@ -65,9 +65,8 @@ def play(
         Played(*events),
         run_directory="/runs/one",
         console=Console(file=out, force_terminal=terminal, width=width, color_system=None),
-        errors=Console(file=err, width=40, color_system=None),
         **options,
-    )
+    ).show("/runs/one", Console(file=err, width=40, color_system=None))
     return found, out.getvalue(), err.getvalue()
 
 
@@ -196,16 +195,23 @@ def test_a_stream_without_an_end_means_that_the_agent_died() -> None:
     status, _, err = play(STEP)
     assert status == 1
     assert "agent died" in err
-    assert "/runs/one/logs/agent0.log" in err
+    assert "see /runs/one/logs/agent0.log" in err
 
 
-def test_an_error_of_the_launcher_is_not_swallowed() -> None:
+def test_an_error_of_the_launcher_is_not_swallowed_and_ends_the_job() -> None:
     class Broken(Played):
+        cancelled = 0
+
         def events(self) -> Iterator[Mapping[str, Any]]:
             raise LookupError("gone")
 
+        def cancel(self) -> None:
+            self.cancelled += 1
+
+    broken = Broken()
     with pytest.raises(LookupError, match="gone"):
-        follow(Broken(), run_directory="/runs/one", console=Console(file=io.StringIO()))
+        follow(broken, run_directory="/runs/one", console=Console(file=io.StringIO()))
+    assert broken.cancelled == 1
 
 
 class Signalled(Played):
@@ -271,8 +277,7 @@ def test_a_job_elsewhere_is_left_or_cancelled(
             running,
             run_directory="/runs/one",
             console=Console(file=out, width=120),
-            errors=Console(file=io.StringIO()),
-        )
+        ).status
         os.close(writer)
     assert (found, running.cancelled) == (status, cancelled)
     assert ("d to detach" in capsys.readouterr().out) is (answer is not None)
@@ -345,8 +350,9 @@ def test_ctrl_c_promises_what_comes(
 ) -> None:
     out, err = io.StringIO(), io.StringIO()
     running = Signalled(signal.SIGINT, out, *filter(None, [reported]), times=times)
-    consoles = {"console": Console(file=out, width=120), "errors": Console(file=err, width=120)}
-    assert follow(running, run_directory="/runs/one", **consoles) == 130
+    ending = follow(running, run_directory="/runs/one", console=Console(file=out, width=120))
+    assert ending.show("/runs/one", Console(file=err, width=120)) == 130
+    assert ending.signals[0] == signal.SIGINT
     assert running.cancelled == 1
     shown = out.getvalue()
     assert promised in shown and "killing" not in shown and shown.count("Ctrl-C again to kill") == 1
