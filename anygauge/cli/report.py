@@ -198,7 +198,6 @@ def page_of(runs: Sequence[RunRecord], samples: Sequence[Sample] = ()) -> str:
         finalize=lambda value: value if isinstance(value, Markup) else report_runs.text(value),
     )
     environment.filters |= {
-        "bytes": lambda value: format_bytes(report_runs.number(value) or 0.0),
         "duration": lambda value: format_time(report_runs.number(value) or 0.0),
         "fixed": lambda value, form: format(report_runs.number(value) or 0.0, form),
         "when": report_runs.when,
