@@ -26,9 +26,11 @@ COMMANDS = {
     "launch": "Start a run on other machines, or write what a launcher would do.",
     "plan": "Show how much memory and time a run needs, without its devices.",
     "job": "Follow, show or end a job on other machines.",
+    "import": "Turn another tool's configuration into a run file.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
     "report": "Write one page about runs: what ran, losses, speed, memory, time.",
     "generate": "Let a model answer, with or without an adapter.",
+    "evaluate": "Show the loss and perplexity of a model on rows.",
     "merge": "Fold an adapter into its base model.",
     "env": "Show the environment that a run would get, and why.",
     "doctor": "Check whether a machine is ready for a backend, and what to fix.",
@@ -44,6 +46,7 @@ _HOMES = {
     "launch": "train",
     "schema": "fields",
     "job": "job_command",
+    "import": "import_command",
 }
 """Command -> its file, where that has another name."""
 COMPLETION = {
@@ -157,7 +160,7 @@ def typer_command(name: str) -> Any:
 def command_function(name: str) -> Callable[..., None]:
     """The function of a command, with its options as parameters."""
     module = importlib.import_module(f"anygauge.cli.{_HOMES.get(name, name)}")
-    function: Callable[..., None] = getattr(module, name)
+    function: Callable[..., None] = getattr(module, "import_" if name == "import" else name)
     return function
 
 

@@ -18,7 +18,7 @@ from anygauge.data import accumulation
 from anygauge.data.cache import cache_folder
 from anygauge.interface import ABILITIES, NotAvailableError
 from anygauge.kernels.choose import kernels_of_run
-from anygauge.launch.prepare import prepare_run
+from anygauge.launch.prepare import prepare_run, settings_alone
 from anygauge.launch.rank_start import rank_numbers
 from anygauge.launch.request import RunRequest, render_plan
 from anygauge.launch.submit import resume_target
@@ -38,11 +38,14 @@ SHOWN_RANKS = 16
 """Of a machine with more, the first so many and the last are shown."""
 
 
-def show_dry_run(request: RunRequest, *, plan: bool | None = None, force: bool = False) -> None:
+def show_dry_run(
+    request: RunRequest, *, plan: bool | None = None, force: bool = False, model: bool = True
+) -> None:
     """Check and print the run; starts nothing, opens no device, writes to `data.cache` alone.
 
     Args:
         plan, force: as for a run.
+        model: also look at model and rows; else only at what the run file and this machine say.
 
     Raises:
         AnygaugeError: what the run's ranks would refuse.
@@ -52,7 +55,10 @@ def show_dry_run(request: RunRequest, *, plan: bool | None = None, force: bool =
     if finished is not None:
         console.print(finished.describe())
         return
-    request, found, expected = prepare_run(request, engine=True, plan=plan, force=force)
+    if model:
+        request, found, expected = prepare_run(request, engine=True, plan=plan, force=force)
+    else:
+        request, found, expected = settings_alone(request)
     job, run = request.job, request.run
     why = f" ({job.strategy_why})" if job.strategy_why else ""
     console.print(f"Run {job.name}: would write {job.run_directory}", style="bold")

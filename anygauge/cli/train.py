@@ -42,6 +42,10 @@ def train(
         bool,
         typer.Option("--dry-run", help="Show settings, engine and processes; start nothing."),
     ] = False,
+    no_model: Annotated[
+        bool,
+        typer.Option("--no-model", help="With --dry-run: look at no model and no rows."),
+    ] = False,
     plan: PlanOption = None,
     profile: ProfileOption = None,
     force: ForceOption = False,
@@ -50,6 +54,10 @@ def train(
     """Fine-tune a model as described in a run file."""
     flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
     recorded = read_steps(profile)
+    if no_model and (not dry_run or plan):
+        raise UsageError(
+            "--no-model: a run, and a plan, need the model; add --dry-run, and no --plan"
+        )
     if not dry_run:
         from anygauge.launch.foreign import find_launch
 
@@ -70,12 +78,14 @@ def train(
             except AnygaugeError as error:
                 foreign.report(str(error))
                 raise
-    request = read_request(run_file, set_, flags, need_device=not dry_run)
+    request = read_request(
+        run_file, set_, flags, need_device=not dry_run, look_at_files=not no_model
+    )
     request = replace(request, job=replace(request.job, profile_steps=recorded))
     if dry_run:
         from anygauge.cli.dry_run import show_dry_run
 
-        show_dry_run(request, plan=plan, force=force)
+        show_dry_run(request, plan=plan, force=force, model=not no_model)
         return
     raise typer.Exit(_start(request, quiet=quiet, plan_memory=plan, force=force))
 

@@ -16,7 +16,7 @@ from anygauge.util.files import why_no_folder
 from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
-    from anygauge.config.schema import DataSection, ModelSection
+    from anygauge.config.schema import DataSection, ModelSection, RunFile
 
 MAX_FOLDERS = 8
 EMPTY_ANSWER = (
@@ -150,11 +150,13 @@ class ModelOrigin:
         adapter: folder of its adapter, or None.
         data: what the run that trained it read: it tells how a prompt is put. None where no run
             is known.
+        run: that run, as it was resolved.
     """
 
     section: ModelSection
     adapter: Path | None
     data: DataSection | None
+    run: RunFile | None = None
 
 
 def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> ModelOrigin:
@@ -171,7 +173,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
     from anygauge.models.result_files import GENERATION_CONFIG, TOKENIZER_CONFIG
     from anygauge.models.warm_start import CONFIG_FILE
 
-    folder, data = Path(model), None
+    folder, data, run = Path(model), None, None
     section = ModelSection(name=model)
     home = _run_directory(folder)
     if home is not None:
@@ -208,7 +210,7 @@ def model_origin(model: str, adapter: Path | None, tokenizer: str | None) -> Mod
             data = data.model_copy(update={"chat_template": None})  # it is the tokenizer's now
     elif tokenizer is not None:
         section = section.model_copy(update={"tokenizer": tokenizer})
-    return ModelOrigin(section=section, adapter=adapter, data=data)
+    return ModelOrigin(section=section, adapter=adapter, data=data, run=run)
 
 
 def _run_directory(folder: Path) -> Path | None:

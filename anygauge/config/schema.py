@@ -51,7 +51,14 @@ class SourceSection(Section):
     split: str = Field("train", description="Hub: the dataset's split.")
     revision: str | None = Field(None, description="Hub: branch, tag or commit.")
     format: Literal[
-        "auto", "prompt_completion", "alpaca", "messages", "sharegpt", "text", "tokens"
+        "auto",
+        "prompt_completion",
+        "alpaca",
+        "alpaca_chat",
+        "messages",
+        "sharegpt",
+        "text",
+        "tokens",
     ] = Field("auto", description="How a row is laid out; auto: detected from path and columns.")
     prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")
     completion: str = Field("completion", description="Column of the answer (prompt_completion).")
@@ -342,6 +349,18 @@ class RunFile(Section):
             raise ValueError(
                 "'train.trainable' and 'train.frozen' choose among the model's own weights, all of "
                 "which an adapter freezes; remove them, or the 'adapter' section"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _chosen_by_evaluations(self) -> RunFile:
+        early, best = self.train.early_stopping is not None, self.checkpoint.result == "best"
+        rows = self.data.eval_sources or self.data.eval_fraction
+        if (early or best) and not (rows and self.train.eval_every):
+            raise ValueError(
+                f"'{'train.early_stopping' if early else 'checkpoint.result: best'}' needs "
+                "evaluations during the run; set 'train.eval_every', and 'data.eval' or "
+                "'data.eval_fraction'"
             )
         return self
 

@@ -71,6 +71,11 @@ class ModelSection(Section):
         description="Initial embedding rows of new tokens: the mean of the existing rows, or drawn "
         "with their mean and covariance.",
     )
+    eos_token: str | None = Field(
+        None,
+        description="Token that ends a row and an answer, one of the vocabulary or of "
+        "new_special_tokens; null: the tokenizer's own.",
+    )
     quantize: Literal["nf4", "int8"] | QuantizeSection | None = Field(
         None, description="Quantize linear layers while they are read: a type, or a section."
     )
@@ -185,6 +190,7 @@ class AdapterSection(Section):
         return _DECIDED_BY_START - self.model_fields_set
 
 
+_Share = Annotated[float, Field(gt=0, le=1)]
 _Ratio = Annotated[float, Field(ge=1, le=LARGEST_NUMBER, allow_inf_nan=False)]
 _SEEDS = 2**63 - 1
 
@@ -231,17 +237,35 @@ class OptimizerSection(Section):
 
 
 class ScheduleSection(Section):
-    """Learning rate over the run: linear warmup, then one of three shapes."""
+    """Learning rate over the run: linear warmup, then one of four shapes."""
 
-    name: Literal["constant", "linear", "cosine"] = Field("cosine", description="Shape.")
+    name: Literal["constant", "linear", "cosine", "warmup_stable_decay"] = Field(
+        "cosine",
+        description="Shape; warmup_stable_decay (WSD) is constant, then falls at the end.",
+    )
     warmup_steps: NonNegative = Field(0, description="Steps from 0 to the peak.")
     warmup_ratio: Fraction = Field(0.0, description="The same as a share of all steps.")
     final_ratio: Fraction = Field(0.0, description="Last rate as a share of the peak.")
+    num_decay_steps: Positive | None = Field(
+        None, description="warmup_stable_decay: steps of the decay; null: see decay_ratio."
+    )
+    decay_ratio: _Share | None = Field(
+        None, description="The same as a share of all steps; null: 0.1."
+    )
+    decay_type: Literal["linear", "cosine", "1-sqrt"] | None = Field(
+        None, description="warmup_stable_decay: shape of the decay; null: cosine."
+    )
 
     @model_validator(mode="after")
-    def _one_warmup(self) -> ScheduleSection:
-        if self.warmup_steps and self.warmup_ratio:
-            raise ValueError("give 'warmup_steps' or 'warmup_ratio', not both")
+    def _each_once(self) -> ScheduleSection:
+        for steps, ratio in (("warmup_steps", "warmup_ratio"), ("num_decay_steps", "decay_ratio")):
+            if getattr(self, steps) and getattr(self, ratio):
+                raise ValueError(f"give '{steps}' or '{ratio}', not both")
+        decay = [n for n in ("num_decay_steps", "decay_ratio", "decay_type") if getattr(self, n)]
+        if decay and self.name != "warmup_stable_decay":
+            raise ValueError(
+                f"'{decay[0]}' is a setting of warmup_stable_decay, not of {self.name}; remove it"
+            )
         return self
 
 
@@ -262,6 +286,17 @@ def recomputation(given: bool | CheckpointingSection) -> Activations:
     if isinstance(given, bool):
         return Activations(every=int(given))
     return Activations(every=given.every, selective=given.selective)
+
+
+class EarlyStoppingSection(Section):
+    """Ends the run when the evaluation loss no longer falls. Needs `eval_every`."""
+
+    patience: Positive = Field(
+        description="Evaluations in a row without a lower loss after which the run ends."
+    )
+    min_delta: NonNegativeNumber = Field(
+        0.0, description="A loss is lower only if it is below the lowest one by more than this."
+    )
 
 
 class TrainSection(Section):
@@ -302,6 +337,14 @@ class TrainSection(Section):
     eval_every: NonNegative = Field(0, description="Steps between evaluations; 0: at the end.")
     eval_at_start: bool = Field(
         False, description="Evaluate before the first step too: with an adapter, the base model."
+    )
+    early_stopping: EarlyStoppingSection | None = Field(
+        None, description="End the run when the evaluation loss no longer falls; null: never."
+    )
+    deterministic: bool = Field(
+        False,
+        description="Use only operations that give the same bits each time on the same devices "
+        "and software; slower. The run says what the backend cannot promise.",
     )
     log_every: Positive = Field(1, description="Steps between lines of metrics.")
     throughput_warmup_steps: NonNegative = Field(
@@ -360,6 +403,11 @@ class CheckpointSection(Section):
     keep_best: NonNegative = Field(
         0, description="Also kept: this many with the lowest evaluation loss."
     )
+    result: Literal["last", "best"] = Field(
+        "last",
+        description="What the run saves in the end: what its last step left, or the checkpoint "
+        "with the lowest evaluation loss, which implies keep_best: 1.",
+    )
     grace_s: Seconds = Field(
         60.0,
         description="Seconds to end the step under way and write a checkpoint when asked to end.",
@@ -369,3 +417,8 @@ class CheckpointSection(Section):
         description="never; auto, which takes the newest sound checkpoint of this run, if there is "
         "one; or the folder of a checkpoint.",
     )
+
+    @property
+    def num_best(self) -> int:
+        """How many checkpoints with the lowest losses are kept: `result` may need one."""
+        return max(self.keep_best, int(self.result == "best"))

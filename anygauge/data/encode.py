@@ -134,7 +134,7 @@ class RowEncoder:
         if tokenizer.eos_token_id is None:
             raise ModelError(
                 "the tokenizer has no end-of-sequence token, so the model could not learn where "
-                "an answer ends; set eos_token in its tokenizer_config.json, or give another "
+                "an answer ends; name one of its tokens in model.eos_token, or give another "
                 "tokenizer"
             )
         self.source, self.data, self.tokenizer, self.field = source, data, tokenizer, field
@@ -142,7 +142,7 @@ class RowEncoder:
         self._start, self._end = start_ids(tokenizer), [int(tokenizer.eos_token_id)]
         self._template: ChatTemplate | None = None
         self._aligner = Aligner(tokenizer)
-        if source.format in ("messages", "sharegpt"):
+        if source.format in ("messages", "sharegpt", "alpaca_chat"):
             self._chat_template()
 
     def __getstate__(self) -> dict[str, Any]:

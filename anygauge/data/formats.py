@@ -158,7 +158,7 @@ def question_text(
     """A question as a model trained on this source is asked; None where it goes through the chat
     template: for chats, and for rows of tokens where there is one, made in ways not known."""
     match detect_format(first, source, "data.train"):
-        case "messages" | "sharegpt":
+        case "messages" | "sharegpt" | "alpaca_chat":
             return None
         case "prompt_completion":
             is_turns = isinstance(first.values.get(source.prompt), list)
@@ -224,6 +224,8 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
             return _make_row(record, put, text("completion"))
         case "alpaca":
             return _parse_alpaca(record)
+        case "alpaca_chat":
+            return _parse_chat(record, source, _alpaca_turns(record), field)
         case "text":
             return _make_row(record, None, text("text"))
     return _parse_tokens(record)
@@ -304,6 +306,28 @@ def _parse_alpaca(record: Record) -> Row:
     template = ALPACA_WITH_INPUT if given else ALPACA_WITHOUT_INPUT
     prompt = template.format(instruction=instruction, input=given)
     return _make_row(record, prompt, _text_column(record, "output", None))
+
+
+def _alpaca_turns(record: Record) -> list[Turn]:
+    """The same columns as a chat: what was said before, then the instruction with its input."""
+    pairs = record.values.get("history") or []
+    where = f"{record.origin}: column 'history'"
+    said: list[str] = []
+    for pair in _expect(pairs, list, f"{where} holds", "a list of pairs"):
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
+            raise DataError(
+                f"{where} holds {pair!r:.60}; pairs of question and answer are expected"
+            )
+        said += pair
+    columns = ("instruction", "input") if record.values.get("input") else ("instruction",)
+    said.append("\n".join(_text_column(record, name, None) for name in columns))
+    said.append(_text_column(record, "output", None))
+    for text in said:
+        _check_text(text, where)
+    return [
+        {"role": "assistant" if number % 2 else "user", "content": text}
+        for number, text in enumerate(said)
+    ]
 
 
 def _are_turns(record: Record, source: SourceSection, field: str) -> bool:

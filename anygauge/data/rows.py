@@ -430,6 +430,7 @@ class TokenizedRows:
 
     def __init__(self, sources: Sequence[tuple[pa.Table, Piece]]) -> None:
         self.pieces = pieces = [piece for _, piece in sources]
+        self._sources = sources
         self.sizes = [piece.counts.sequences for piece in pieces]
         self.report = sum((piece.counts for piece in pieces), Counts())
         self.bad = [text for piece in pieces for text in piece.bad][:NAMED_BAD]
@@ -442,6 +443,10 @@ class TokenizedRows:
 
     def __len__(self) -> int:
         return sum(self.sizes)
+
+    def by_source(self) -> list[TokenizedRows]:
+        """The sequences of each source by themselves; there may be none."""
+        return [TokenizedRows([source]) for source in self._sources]
 
     @cached_property
     def _rows(self) -> NDArray[np.int64]:

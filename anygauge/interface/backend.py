@@ -180,6 +180,19 @@ class Backend:
             UnsupportedError: the change does not go with the run.
         """
 
+    def make_deterministic(self) -> str:
+        """Have the same operations on the same values give the same bits each time, on the same
+        devices and software, where ``train.deterministic`` asks for it. Called once, before `open`;
+        variables for it are for `environment_rules`, which read `Job.deterministic`.
+
+        Returns:
+            What may differ all the same, in words; empty where nothing does.
+        """
+        import torch
+
+        torch.use_deterministic_algorithms(True)
+        return self.sums_vary
+
     def fp8_products(
         self, model: nn.Module, kept: Collection[nn.Module], *, reentrant: bool | None
     ) -> Callable[[], AbstractContextManager[Any]]:

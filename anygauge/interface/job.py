@@ -115,6 +115,8 @@ class Job:
             done.
         plan: True: memory is planned also where that is not needed; False: never.
         force: nothing is refused because of a plan.
+        deterministic: the run asks for equal bits: see `Backend.make_deterministic`.
+        evaluates: ranks evaluate instead of training: see `anygauge.cli.evaluate`.
         expected_memory: phase -> the most bytes that the first rank's tensors take of its device,
             by the plan of the run; empty where there is none.
         expected_step_s: seconds of a step, by the same; None: not known.
@@ -144,6 +146,8 @@ class Job:
     prepare: bool = False
     plan: bool | None = None
     force: bool = False
+    deterministic: bool = False
+    evaluates: bool = False
     environment: Mapping[str, str] = field(default_factory=dict)
     backend_options: Mapping[str, Any] = field(default_factory=dict)
     expected_memory: Mapping[str, int] = field(default_factory=dict)

@@ -100,6 +100,23 @@ def prepare_run(
     return request.with_decision(decided), found, decided
 
 
+def settings_alone(request: RunRequest) -> tuple[RunRequest, Findings, Decision]:
+    """What `prepare_run` returns, of the settings alone: no model and no rows are looked at.
+
+    Raises:
+        AnygaugeError: what ranks would refuse of the settings.
+    """
+    from anygauge.training.checks import Findings, check_settings
+
+    here = request.selection.probe.available and not request.launcher.remote
+    check_settings(request.run, request.backend, request.registry, ranks_run_here=here)
+    found = Findings(
+        notes=["--no-model: neither the model nor the rows were looked at"],
+        engine_note="not shown: it depends on the model",
+    )
+    return without_checks(request), found, Decision()
+
+
 def without_checks(request: RunRequest) -> RunRequest:
     """A run of which nothing is checked or planned, with the strategy that `auto` is then."""
     from anygauge.launch.memory_check import without_a_plan

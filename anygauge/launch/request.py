@@ -63,6 +63,7 @@ def read_request(
     *,
     need_device: bool,
     foreign: ForeignLaunch | None = None,
+    look_at_files: bool = True,
 ) -> RunRequest:
     """Read the run file, choose the backend, and describe the job.
 
@@ -72,6 +73,7 @@ def read_request(
         need_device: ranks will be started here, so the device must be there.
         foreign: the launch that this process is a rank of, where that is not anygauge's. Rank 0
             alone chooses the run directory; the others' is a guess.
+        look_at_files: also look for model and rows, and at the first of these.
     """
     from anygauge.config.load import load_run_file
     from anygauge.launch.memory_check import forms_of_auto
@@ -85,7 +87,7 @@ def read_request(
     registry = installed_plugins()
     remote = registry.find_launcher(run.launch.launcher).spec.remote
     need_device = need_device and not remote
-    _check_without_backend(run, registry, need_device=need_device)
+    _check_without_backend(run, registry, need_device=need_device, look_at_files=look_at_files)
     selection = select_backend(registry, run.backend, need_device=need_device)
     with run.locate_errors():
         backend = registry.create_backend(selection.spec.name, run.backend_options)
@@ -111,7 +113,9 @@ def read_request(
     )
 
 
-def _check_without_backend(run: RunFile, registry: Registry, *, need_device: bool) -> None:
+def _check_without_backend(
+    run: RunFile, registry: Registry, *, need_device: bool, look_at_files: bool
+) -> None:
     """Check what needs no backend: options, paths, data, secrets, optimizer, trackers."""
     from anygauge.config.load import check_paths
     from anygauge.data import peek
@@ -122,11 +126,11 @@ def _check_without_backend(run: RunFile, registry: Registry, *, need_device: boo
     launcher = registry.find_launcher(run.launch.launcher)
     with run.locate_errors():
         read_options(launcher, run.launch.options)
-    if launcher.spec.shared_filesystem:
+    if not launcher.spec.shared_filesystem:
+        _refuse_secrets(run)
+    elif look_at_files:
         check_paths(run)
         peek(run.data, run.train)
-    else:
-        _refuse_secrets(run)
     if launcher.spec.remote and run.backend == "auto":
         raise run.error(
             "backend",
@@ -166,6 +170,7 @@ def _make_job(
         takes_over=resumes,
         run_text="" if shared else run_json(run.model_copy(update={"backend": backend})),
         prepare=launcher.remote,
+        deterministic=run.train.deterministic,
         environment=run.environment,
         backend_options=run.backend_options,
     )

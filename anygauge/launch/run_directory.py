@@ -44,7 +44,7 @@ _METRICS_BYTES = 1 << 20
 _FILES = re.compile(
     r"\.lock|run\.(yaml|json)|job\.json|variables\.json|versions\.json|launched\.json|cancelled"
     r"|metrics\.jsonl|events\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json"
-    r"|rendezvous(-[0-9]+)?|slurm\.sh"
+    r"|rendezvous(-[0-9]+)?|slurm\.sh|checkpoint-now"
 )
 _FOLDERS = ("logs", PROFILE, "ranks", "tensorboard", "wandb", ATTEMPTS)
 

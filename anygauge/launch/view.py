@@ -152,7 +152,7 @@ def where_logs_are(run_directory: str | Path) -> str:
 
 # -- events as lines -------------------------------------------------------------------------------
 
-_FOR_REPORT = ("timed_steps", "warmup_s", "warmup_extra_s")
+_FOR_REPORT = ("timed_steps", "warmup_s", "warmup_extra_s", "stopped_by", "planned_steps")
 _STEP = {
     "loss": "loss {:.4f}",
     "lr": "lr {:.1e}",
@@ -181,8 +181,7 @@ def step_metrics(event: Event) -> list[str]:
 
 def evaluation_line(event: Event) -> str:
     """``eval at step 200  loss 2.1234  perplexity 8.36``."""
-    name = event.get("name")
-    title = "eval" if name in (None, "", "eval") else f"eval {name}"
+    title = str(event.get("name") or "eval")
     if event.get("step") is not None:
         title += f" at step {event['step']}"
     return "  ".join([title, *_metric_texts(event, _EVALUATION)])

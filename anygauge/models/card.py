@@ -36,6 +36,7 @@ class Facts:
 
     Attributes:
         data: what became of the training rows, in words.
+        result_step: the weights are those after it; None: those after the last.
         tokens: real tokens of all steps.
         first_loss, final_loss: nats per loss token.
         evaluations: records with step, name, eval_loss, eval_tokens.
@@ -52,6 +53,7 @@ class Facts:
     precision: str
     data: str
     steps: int
+    result_step: int | None = None
     tokens: int
     first_loss: float
     final_loss: float
@@ -194,8 +196,11 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         found |= _adapter_settings(run.adapter)
     optimizer = train.optimizer.model_dump(exclude_none=True)
     schedule = train.schedule.model_dump(exclude_none=True)
+    steps = f"{facts.steps}, {facts.tokens:,} tokens"
+    if facts.result_step is not None:
+        steps += f"; the weights are those after step {facts.result_step}, of the lowest loss"
     found |= {
-        "steps": f"{facts.steps}, {facts.tokens:,} tokens",
+        "steps": steps,
         "batch": f"{train.global_batch_size} sequences a step, up to {train.micro_batch_size} at a "
         "time",
         "optimizer": _in_a_line(optimizer),

@@ -126,6 +126,10 @@ class ResultFiles:
         before = dict(fields)
         if any(token_names(self._section)):
             fields = self._with_new_tokens(source, folder, fields)
+        if (end := self._section.eos_token) is not None:
+            fields["eos_token"] = end
+            if (older := folder / "special_tokens_map.json").is_file():
+                _write_json(older, {**read_fields(older), "eos_token": end})
         if self._chat_template is not None:
             fields.pop("chat_template", None)
             for path in (path for pattern in OTHER_TEMPLATES for path in folder.glob(pattern)):

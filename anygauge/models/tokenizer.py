@@ -46,15 +46,22 @@ def load_tokenizer(section: ModelSection) -> Any:
             f"{first_line(error)}. Give a folder with tokenizer files, a tokenizer.json, "
             "or a hub name"
         ) from error
+    add_tokens(tokenizer, section)
+    if (end := section.eos_token) is not None:
+        if end not in tokenizer.get_vocab():
+            raise ModelError(
+                f"model.eos_token: {end!r} is not a token of {origin!r}; list it in "
+                "model.new_special_tokens as well, or name another"
+            )
+        tokenizer.eos_token = end
     if tokenizer.eos_token_id is None:
         raise ModelError(
             f"model.tokenizer: {origin!r} has no end-of-text token, so answers would never end; "
-            "set eos_token in its tokenizer_config.json"
+            "name one of its tokens in model.eos_token"
         )
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
-    add_tokens(tokenizer, section)
     return tokenizer
 
 

@@ -9,7 +9,7 @@ branch on either here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -26,15 +26,16 @@ from anygauge.interface import (
     UpdateResult,
 )
 from anygauge.training.checkpoints.manager import CheckpointManager
+from anygauge.training.evaluation import EVAL, EvaluationSources, early_stop
 from anygauge.training.profiled_steps import StepProfiler
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 from anygauge.training.step_results import MetricsLogger, PendingSteps
 from anygauge.training.to_device import ToDevice
 
-StopReason = Literal["finished", "stopped"]
-"""Why a run's last step was its last: all are done, or it was asked to end and has written a
-checkpoint."""
+StopReason = Literal["steps", "early_stopping", "request"]
+"""Why a run's last step was its last: all are done, its evaluations are no longer better, or it was
+asked to end and has written a checkpoint."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +45,7 @@ class Loop:
     Attributes:
         to_device: moves micro-batches to the device, and makes the model's arguments.
         loss_function: the model's outputs -> summed loss.
-        evaluations: name -> this rank's batches and the loss tokens over all ranks.
+        evaluations: of each source of the evaluation rows; none where there are no such rows.
         pending: steps that the device was given, until they are read.
         progress: gets where this rank is.
         profiler: records some steps.
@@ -56,7 +57,7 @@ class Loop:
     batches: Batches
     to_device: ToDevice
     loss_function: LossFunction
-    evaluations: Mapping[str, tuple[Iterable[MicroBatch], int]]
+    evaluations: EvaluationSources
     logger: MetricsLogger
     pending: PendingSteps
     checkpoints: CheckpointManager
@@ -74,7 +75,12 @@ class Loop:
         steps = self.batches.steps
         pending, checkpoints = self.pending, self.checkpoints
         if self._due(self.start) and not self.logger.history.has_evaluation(self.start):
-            self.evaluate(self.start)
+            loss = self.evaluate(self.start)
+            # What a run that went on would have kept when it came here.
+            if self.start and loss is not None:
+                checkpoints.maybe_save(self.start, last=False, stop=False, loss=loss)
+        if self.why_early():
+            return "early_stopping"
         with Prefetcher(self.batches.step, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
             for index in self.profiler.over(range(self.start, steps)):
                 self.progress.enter(f"step {index + 1}, forward and backward")
@@ -89,11 +95,18 @@ class Loop:
                 stop = pending.read(but=0 if due else pending.ahead)
                 if stop or checkpoints.asked:
                     pending.read()
-                losses = self.evaluate(done) if self._due(done) and (last or not stop) else {}
-                checkpoints.maybe_save(done, last=last, stop=stop, losses=losses)
+                loss = self.evaluate(done) if self._due(done) and (last or not stop) else None
+                early = not last and bool(self.why_early())
+                checkpoints.maybe_save(done, last=last or early, stop=stop, loss=loss)
+                if early:
+                    return "early_stopping"
                 if stop and not last:
-                    return "stopped"
-        return "finished"
+                    return "request"
+        return "steps"
+
+    def why_early(self) -> str | None:
+        """Why the run is to end, by its evaluations; None where it is not."""
+        return early_stop(self.logger.history.evaluations, self.settings.early_stopping)
 
     def _train_on(
         self, index: int, batches: Sequence[MicroBatch], tokens: int, lr: float
@@ -129,13 +142,22 @@ class Loop:
             return self.settings.eval_at_start
         return done == self.batches.steps or bool(every and done % every == 0)
 
-    def evaluate(self, done: int) -> dict[str, float]:
-        """Mean loss per loss token of each evaluation set, after `done` steps."""
+    def evaluate(self, done: int) -> float | None:
+        """Mean loss per loss token of the evaluation rows, after `done` steps; None without rows.
+
+        Where they come from several sources, the loss of each is recorded as well.
+        """
         self.progress.enter(f"evaluation after step {done}")
-        losses = {}
-        for name, (batches, tokens) in self.evaluations.items():
+        own, tokens = [], [tokens for _, tokens in self.evaluations.values()]
+        for batches, _ in self.evaluations.values():
             sums = self.engine.evaluate(map(self.to_device, batches), self.loss_function)
-            (total,) = self.backend.collectives.sum_on_host([float(sum(sums))])
-            losses[name] = total / tokens
-            self.logger.evaluation(done, name, losses[name], tokens)
-        return losses
+            own.append(float(sum(sums)))
+        if not own:
+            return None
+        totals = self.backend.collectives.sum_on_host(own)
+        loss = sum(totals) / sum(tokens)
+        self.logger.evaluation(done, EVAL, loss, sum(tokens))
+        if len(totals) > 1:
+            for name, total, count in zip(self.evaluations, totals, tokens, strict=True):
+                self.logger.evaluation(done, f"{EVAL}/{name}", total / count, count)
+        return loss

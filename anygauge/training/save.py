@@ -8,20 +8,22 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from anygauge.data import Tokens, describe_rows
-from anygauge.interface import HOST_DEVICE, Job, StrategySpec, installed_version
+from anygauge.data import describe_rows
+from anygauge.interface import HOST_DEVICE, PARAMETER, Job, StrategySpec, installed_version
 from anygauge.models import card
 from anygauge.models.adapter import load_adapter
 from anygauge.models.curve import loss_curve
 from anygauge.models.export import atomic_folder, check_whole, save_adapter, save_model
 from anygauge.models.generate import load_for_inference
-from anygauge.models.verify import Verification, failing_safely, no_room, probe_tokens, verify
+from anygauge.models.verify import Verification, failing_safely, no_room, verify
 from anygauge.strategies.shared.common import torch_dtype
 from anygauge.strategies.shared.materialize import materialize
+from anygauge.training.checkpoints.checkpoint_files import Checkpoint
+from anygauge.training.checkpoints.manager import checkpoint_folder
+from anygauge.training.evaluation import EVAL
 from anygauge.training.setup import PreparedRun, Rank, parameter_counts, trained_shapes
 from anygauge.util.run_lock import check_lock
 
@@ -49,11 +51,17 @@ def save_result(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
         ModelError: there is nothing sound to save.
     """
     run = prepared.run
-    trained = prepared.engine.export_trained()
     folder = Path(job.run_directory) / ("model" if run.adapter is None else "adapter")
-    # The same on every rank: all of them take part in a sharded model's forward.
-    asked = run.adapter is None or run.adapter.verify
-    logits = trained_logits(prepared) if asked else None
+    chosen = chosen_step(prepared, rank)
+    logits: Tensor | None = None
+    if chosen == prepared.logger.history.step:
+        trained = prepared.engine.export_trained()
+        # The same on every rank: all of them take part in a sharded model's forward.
+        logits = prepared.probe() if prepared.probe else None
+    elif rank.index == 0:
+        kept = Checkpoint(checkpoint_folder(folder.parent, chosen))
+        trained = {name: kept.tensor(name, PARAMETER) for name in kept.names()}
+        logits = kept.logits() if prepared.probe else None
     if rank.index != 0:
         return {}
     compute = torch_dtype(prepared.precision.param_dtype)
@@ -79,7 +87,9 @@ def save_result(job: Job, rank: Rank, prepared: PreparedRun) -> dict[str, Any]:
             )
         with failing_safely(folder.name):
             verified = _verify(prepared, logits, part, folder.name)
-            summary = _summary(job, prepared, folder, verified)
+            best = {"result_step": chosen} if run.checkpoint.result == "best" else {}
+            record = verified.record()
+            summary = summary_of(job, prepared, saved=str(folder), **best, verified=record)
             card.write_card(part, run, card_facts(prepared, rank, summary))
     return summary
 
@@ -95,27 +105,30 @@ def untrained_weights(
     return {name: p.detach() for name, p in model.named_parameters() if name not in trained}
 
 
-def trained_logits(prepared: PreparedRun) -> Tensor | None:
-    """The trained model's logits of the probe, float32 on the host; every rank calls it.
-
-    None without a vocabulary, and on ranks other than 0 where the engine says so.
-    """
-    vocabulary = getattr(prepared.factory.config.get_text_config(), "vocab_size", None)
-    if vocabulary is None:
-        return None
-    ids = probe_tokens(vocabulary)
-    document = Tokens(ids[0].numpy(), np.zeros(ids.shape[1], dtype=np.bool_))
-    probe = prepared.loop.batches.layout.batch([[document]], ids.shape[1])
-    logits = prepared.engine.logits(prepared.loop.to_device(probe))
-    # A rank may have been given sequences that are a little longer.
-    return None if logits is None else logits[:, : ids.shape[1]]
+def chosen_step(prepared: PreparedRun, rank: Rank) -> int:
+    """After which step a run's weights become its result; every rank calls it and gets the same."""
+    history, checkpoints = prepared.logger.history, prepared.loop.checkpoints
+    if prepared.run.checkpoint.result != "best":
+        return history.step
+    best = checkpoints.best()
+    lowest = checkpoints.losses.get(best or 0)
+    if best is None or lowest is None:
+        rank.warn("checkpoint.result: no checkpoint has an evaluation loss; the last step is saved")
+        return history.step
+    lower = [each for each in history.evaluations if each["name"] == EVAL and each["step"]]
+    if lower := [each["step"] for each in lower if each["eval_loss"] < lowest]:
+        rank.warn(
+            f"checkpoint.result: the loss was lower after step {lower[-1]}, of which this folder "
+            f"has no sound checkpoint; that of step {best} is saved"
+        )
+    return best
 
 
 def _verify(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str) -> Verification:
     run = prepared.run
     if logits is None:
-        off = run.adapter is not None and not run.adapter.verify
-        why = "adapter.verify is false" if off else "the model's configuration has no vocab_size"
+        lacking = "the model's configuration has no vocab_size, or its checkpoint no logits"
+        why = lacking if prepared.probe else "adapter.verify is false"
         return Verification(reloaded=False, why=f"not compared: {why}")
     dtype = torch_dtype(prepared.precision.param_dtype)
     reason = no_room(parameter_counts(prepared.engine)[0], dtype)
@@ -145,12 +158,11 @@ def _verify(prepared: PreparedRun, logits: Tensor | None, part: Path, name: str)
     return verify(logits, reload, dtype=dtype, name=name, vocabulary=vocabulary)
 
 
-def _summary(
-    job: Job, prepared: PreparedRun, folder: Path, verified: Verification
-) -> dict[str, Any]:
+def summary_of(job: Job, prepared: PreparedRun, **result: Any) -> dict[str, Any]:
+    """What a run came to, for its report; `result` says what was saved."""
     history = prepared.logger.history
     return {
-        "steps": prepared.loop.batches.steps,
+        "steps": history.step,
         "first_loss": history.first_loss,
         "final_loss": history.last_loss,
         "evaluations": history.evaluations,
@@ -158,9 +170,8 @@ def _summary(
         **history.speed(),
         "memory": prepared.logger.memory(job.expected_memory),
         "step_s": prepared.logger.step_seconds(job.expected_step_s),
-        "saved": str(folder),
+        **result,
         **({} if prepared.loop.checkpoints.losses else {"checkpoints": NO_CHECKPOINTS}),
-        "verified": verified.record(),
         "data": describe_rows(prepared.data.train),
         "backend": job.backend,
         "strategy": prepared.strategy.description,
@@ -194,6 +205,7 @@ def card_facts(prepared: PreparedRun, rank: Rank, summary: dict[str, Any]) -> ca
         "masters float32",
         data=summary["data"],
         steps=summary["steps"],
+        result_step=summary.get("result_step"),
         tokens=summary["tokens"],
         first_loss=summary["first_loss"],
         final_loss=summary["final_loss"],

@@ -6,12 +6,17 @@ import math
 
 from anygauge.config.sections import ScheduleSection
 
+DECAY_RATIO = 0.1
+"""Of all steps, which the decay of ``warmup_stable_decay`` takes where the run file does not say.
+Source: MiniCPM (arXiv 2404.06395), which introduced it."""
+
 
 def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection) -> float:
     """Rate of one optimizer step.
 
     Linear warmup reaches the peak at the first step after it, then: ``constant`` stays, ``linear``
     and ``cosine`` fall to ``final_ratio`` of the peak, reached one step after the last.
+    ``warmup_stable_decay`` stays until its decay, which falls as far, in the shape of its type.
 
     Args:
         step: from 0.
@@ -22,9 +27,18 @@ def learning_rate(step: int, steps: int, peak: float, schedule: ScheduleSection)
         return peak * (step + 1) / (warmup + 1)
     if schedule.name == "constant":
         return peak
-    progress = (step - warmup) / max(1, steps - warmup)
-    if schedule.name == "linear":
+    shape: str = schedule.name
+    begin = warmup
+    if schedule.name == "warmup_stable_decay":
+        shape = schedule.decay_type or "cosine"
+        begin = max(warmup, steps - _decay_steps(steps, schedule))
+        if step < begin:
+            return peak
+    progress = (step - begin) / max(1, steps - begin)
+    if shape == "linear":
         share = 1.0 - progress
+    elif shape == "1-sqrt":
+        share = 1.0 - math.sqrt(progress)
     else:
         share = 0.5 * (1.0 + math.cos(math.pi * progress))
     return peak * (schedule.final_ratio + (1.0 - schedule.final_ratio) * share)
@@ -48,7 +62,12 @@ def warmup_steps(steps: int, schedule: ScheduleSection) -> int:
     return schedule.warmup_steps or math.ceil(schedule.warmup_ratio * steps)
 
 
-def depends_on_length(schedule: ScheduleSection) -> bool:
-    """Whether a step's rate is another in a longer run."""
-    warms_up = not schedule.warmup_steps and schedule.warmup_ratio > 0
-    return schedule.name != "constant" or warms_up
+def _decay_steps(steps: int, schedule: ScheduleSection) -> int:
+    """Steps of the decay at the end, in a run of `steps` steps."""
+    return schedule.num_decay_steps or math.ceil((schedule.decay_ratio or DECAY_RATIO) * steps)
+
+
+def rates_differ(done: int, before: int, now: int, schedule: ScheduleSection) -> bool:
+    """Whether one of the first `done` steps has other rates in runs of `before` and `now` steps."""
+    runs = [[learning_rate(at, n, 1.0, schedule) for at in range(done)] for n in (before, now)]
+    return runs[0] != runs[1]

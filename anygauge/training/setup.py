@@ -6,14 +6,15 @@ import dataclasses
 import functools
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+from torch import Tensor
+
 from anygauge.config.schema import RunFile, resolve_precision
 from anygauge.data import (
-    EvaluationBatches,
     Layout,
     PreparedRows,
     advice,
@@ -65,11 +66,12 @@ from anygauge.training.checkpoints.manager import (
     find_checkpoint,
     import_rank_state,
 )
+from anygauge.training.evaluation import EvaluationSources, evaluation_sources, probe_logits
 from anygauge.training.loop import Loop
 from anygauge.training.optimizer import optimizer_factory
 from anygauge.training.profiled_steps import StepProfiler
 from anygauge.training.progress import Progress
-from anygauge.training.schedule import depends_on_length, peak_advice
+from anygauge.training.schedule import peak_advice, rates_differ
 from anygauge.training.step_results import History, MetricsLogger, PendingSteps
 from anygauge.training.system import SystemSampler
 from anygauge.training.to_device import ToDevice, WarmUp, warm_up_widths
@@ -81,7 +83,7 @@ from anygauge.util.run_lock import check_lock
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PreparedRun:
-    """A run ready to train, and what is needed to save it afterwards."""
+    """A run ready to train, and what is needed to save it afterwards, or compare it (`probe`)."""
 
     run: RunFile
     loop: Loop
@@ -93,6 +95,7 @@ class PreparedRun:
     result_files: ResultFiles
     precision: Precision
     data: PreparedRows
+    probe: Callable[[], Tensor | None] | None
     choices: Mapping[str, Any]
     identity: Mapping[str, Any]
 
@@ -133,6 +136,8 @@ def open_device(job: Job, rank: Rank, run: RunFile, registry: Registry) -> Backe
         AnygaugeError: the strategy cannot run so, or needs what the device lacks.
     """
     backend = registry.create_backend(job.backend, job.backend_options)
+    if run.train.deterministic and (why := backend.make_deterministic()):
+        rank.warn(f"train.deterministic: {why}")
     check_strategy(run, registry, backend, rank.world_size)
     device = backend.open(rank.local)
     if not registry.find_strategy(run.strategy.name).spec.single_process:
@@ -199,11 +204,10 @@ def prepare_run(
     batches = training_batches(data.train, run.data, run.train, layout)
     if short := peak_advice(batches.steps, run.train.optimizer.lr, run.train.schedule):
         rank.warn(short)
-    evaluations = {}
+    evaluations: EvaluationSources = {}
     if data.eval is not None:
         rank.log(f"evaluation: {data.eval.report}")
-        held_out = EvaluationBatches(data.eval, layout)
-        evaluations["eval"] = (held_out, data.eval.report.num_loss_tokens)
+        evaluations = evaluation_sources(data.eval, run.data, layout)
     resumed = find_checkpoint(
         "auto" if job.resume else run.checkpoint.resume, folder, rank.index, backend.collectives
     )
@@ -216,10 +220,11 @@ def prepare_run(
     if start is not None:
         batches.resume(start.record["data"])
         rank.log(f"resumed: {start.folder} ({start.step} steps done)")
-        if start.record["steps"] != batches.steps and depends_on_length(run.train.schedule):
+        before = start.record["steps"]
+        if rates_differ(start.step, before, batches.steps, run.train.schedule):
             rank.warn(
                 f"train.schedule depends on the length of the run: steps 1 to {start.step} had the "
-                f"learning rates of a run of {start.record['steps']} steps, so the losses differ "
+                f"learning rates of a run of {before} steps, so the losses differ "
                 f"from those of a run that began with {batches.steps} steps"
             )
     for change in changes:
@@ -251,7 +256,7 @@ def prepare_run(
     if run.train.activation_offloading:
         offload_activations(engine.model, backend.placement)
     seed_dropout(backend, run.train.seed, rank, share, start)
-    wanted = run.checkpoint.every or run.checkpoint.keep_best or start is not None
+    wanted = run.checkpoint.every or run.checkpoint.num_best or start is not None
     if wanted and engine.refuses_checkpoints:
         raise UnsupportedError(f"checkpoints: {engine.refuses_checkpoints}")
     if start is not None:
@@ -287,6 +292,10 @@ def prepare_run(
         to_device = WarmUp(**moving, steps=first_steps, dummies=dummies)
         rank.log(str(to_device))
     check = functools.partial(check_lock, folder, rank.lock)
+    vocabulary = getattr(factory.config.get_text_config(), "vocab_size", None)
+    probe = None
+    if run.adapter is None or run.adapter.verify:
+        probe = functools.partial(probe_logits, engine, vocabulary, layout, to_device)
     trackers, system = Trackers({}, rank.warn), None
     if rank.index == 0:
         check()
@@ -337,6 +346,7 @@ def prepare_run(
             dtype=precision.param_dtype,
             first=factory.first_factors,
         ),
+        probe=probe if run.checkpoint.result == "best" else None,
         log=rank.log,
         check_folder=check,
         writing=lambda step: rank.progress.unlike_others(
@@ -383,6 +393,7 @@ def prepare_run(
         result_files=files,
         precision=precision,
         data=data,
+        probe=probe,
         identity=identity,
         choices={
             **plan.record(),

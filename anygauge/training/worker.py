@@ -29,7 +29,7 @@ from anygauge.util.events import EventWriter
 from anygauge.util.files import write_text
 from anygauge.util.rendezvous import STORE_FD
 from anygauge.util.run_lock import check_lock
-from anygauge.util.text import json_values
+from anygauge.util.text import first_line, json_values
 
 GIB = 2**30
 
@@ -93,7 +93,7 @@ def run_rank(
         from anygauge.training.build_strategy import create_strategy
         from anygauge.training.checkpoints.identity import REPORT, FinishedError, settings_of
         from anygauge.training.checkpoints.manager import checkpoint_folder
-        from anygauge.training.save import save_result, used_versions
+        from anygauge.training.save import save_result, summary_of, used_versions
         from anygauge.training.setup import Rank, open_device, prepare_run
 
         rank = Rank(
@@ -136,27 +136,35 @@ def run_rank(
                 )
             opened.callback(prepared.engine.close)
             # Until the end: a request that comes while the result is saved comes too late.
-            if not prepared.engine.refuses_checkpoints:
+            stops = not (prepared.engine.refuses_checkpoints or job.evaluates)
+            if stops:
                 opened.enter_context(prepared.loop.pending.stop.listening())
             if index == 0:
-                say_that_it_started(job, rank, prepared)
+                say_that_it_started(job, rank, prepared, stops)
                 check_lock(folder, lock)
                 text = json.dumps(used_versions(prepared.spec), indent=2)
                 write_text(folder / "versions.json", text + "\n")
-            reason = prepared.loop.run()
-            summary = {}
-            if reason != "stopped":
+            summary: dict[str, Any] = {}
+            reason = None if job.evaluates else prepared.loop.run()
+            if reason == "early_stopping":
+                rank.log(str(prepared.loop.why_early()))
+            if reason is None:
+                prepared.loop.evaluate(0)
+                summary = summary_of(job, prepared)
+            elif reason != "request":
                 collectives = backend.collectives
                 with progress.unlike_others("saving the result", collectives, then_limit_s=limit):
                     summary = save_result(job, rank, prepared)
+                summary["planned_steps"] = prepared.loop.batches.steps
+                summary["stopped_by"] = None if reason == "steps" else reason
         except BaseException as error:
             prepared.logger.close("failed")
             if isinstance(error, NonFiniteLossError) and prepared.logger.history.step == 0:
                 with progress.long_work("looking at the base's weights"):
                     prepared.factory.check_numbers()
             raise
-        prepared.logger.close(reason)
-        if reason == "stopped":
+        prepared.logger.close("stopped" if reason == "request" else "finished")
+        if reason == "request":
             step = prepared.logger.history.step
             return StoppedRun(step, str(checkpoint_folder(folder, step)))
     if troubles := prepared.logger.trackers.troubles:
@@ -171,7 +179,7 @@ def run_rank(
     return summary
 
 
-def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
+def say_that_it_started(job: Job, rank: Any, prepared: Any, stops: bool) -> None:
     """Tell whoever reads the events what trains, and how long."""
     steps = prepared.loop.batches.steps
     rank.events.send(
@@ -180,7 +188,7 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
         world_size=rank.world_size,
         device=str(prepared.loop.backend.placement.device),
         done=prepared.loop.start,
-        stops=not prepared.engine.refuses_checkpoints,
+        stops=stops,
         lines=[
             f"training: {steps} steps on {rank.world_size} "
             f"{'rank' if rank.world_size == 1 else 'ranks'}, backend {job.backend}, "
@@ -191,10 +199,16 @@ def say_that_it_started(job: Job, rank: Any, prepared: Any) -> None:
 
 @contextlib.contextmanager
 def out_of_memory_advice(backend: Backend) -> Iterator[None]:
-    """Turn a device's out-of-memory error into one that lists what held how much."""
+    """Turn a device's out-of-memory error into one that says what held how much, and torch's
+    refusal of an operation into one that names the field."""
     try:
         yield
     except Exception as error:
+        if isinstance(error, RuntimeError) and "use_deterministic_algorithms" in str(error):
+            raise AnygaugeError(
+                f"train.deterministic: {first_line(error)} Choose another kernel for it (kernels, "
+                "model.attention), or leave train.deterministic out"
+            ) from error
         if not backend.placement.is_out_of_memory(error):
             raise
         stats = backend.placement.memory()

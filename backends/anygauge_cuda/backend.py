@@ -123,3 +123,9 @@ class CudaBackend(Backend):
         types = {name: FULL if name in found else lacking for name in ("bfloat16", "float16")}
         self.capabilities = {**self.capabilities, **types}
         return device
+
+    def make_deterministic(self) -> str:
+        """See `Backend.make_deterministic`."""
+        super().make_deterministic()
+        others = "kernels of other libraries, and NCCL's sums over several cards"
+        return f"torch's own operations give equal bits; {others}, may not"

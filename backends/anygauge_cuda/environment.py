@@ -185,6 +185,30 @@ def _huge_pages(context: RuleContext) -> Setting | Skip:
     )
 
 
+def _deterministic(context: RuleContext) -> Setting | Skip:
+    if not context.job.deterministic:
+        return Skip("train.deterministic is off")
+    return context.set_to(context.rule.value.split(",")[0], context.rule.reason)
+
+
+_DETERMINISTIC = tuple(
+    EnvironmentRule(
+        name=name,
+        value=f"{value}, with train.deterministic",
+        scope=Scope.JOB,
+        reason=f"{what} otherwise adds in any order",
+        source=source,
+        decide=_deterministic,
+    )
+    for name, value, what, source in (
+        ("CUBLAS_WORKSPACE_CONFIG", ":4096:8", "cuBLAS", "cuBLAS: results reproducibility"),
+        (
+            *("FLASH_ATTENTION_DETERMINISTIC", "1", "the backward pass of flash-attn"),
+            "transformers: modeling_flash_attention_utils.py",
+        ),
+    )
+)
+
 FABRICS = (
     Fabric(
         name="efa",
@@ -241,6 +265,7 @@ RULES = (
     ),
     *_CONSUMER_CARDS,
     *_RECORDER,
+    *_DETERMINISTIC,
     EnvironmentRule(
         name="NCCL_TOPO_FILE",
         value="the image's topology file on Azure ND, unless the image sets it itself",

@@ -424,6 +424,11 @@ class HpuBackend(Backend):
         """See `anygauge_hpu.gaudi_fp8`."""
         return train_in_fp8(model, kept, reentrant)
 
+    def make_deterministic(self) -> str:
+        """See `Backend.make_deterministic`."""
+        super().make_deterministic()
+        return "Intel's documentation promises no equal bits for Gaudi; torch's switch is set"
+
 
 def _preferred_kernels(options: HpuOptions) -> dict[str, str]:
     updates = {"adamw": "gaudi_fused", "clip_grad_norm": "gaudi_fused"}

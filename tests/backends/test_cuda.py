@@ -167,6 +167,7 @@ def test_a_single_node_needs_no_fabric() -> None:
     assert found["OMP_NUM_THREADS"].value == "2"
 
 
+EQUAL_BITS = {"CUBLAS_WORKSPACE_CONFIG": ":4096:8", "FLASH_ATTENTION_DETERMINISTIC": "1"}
 MIG = "/proc/driver/nvidia/capabilities/gpu0/mig/gi1/access"
 
 
@@ -250,6 +251,9 @@ TWO_NODES, TWO_CARDS = {"nodes": 2}, {"devices": 2}
             {"TORCH_FR_BUFFER_SIZE": "20000", **RECORDED},
         ),
         ({}, {}, "TORCH_", {}),
+        # What torch asks for before it is deterministic.
+        ({"deterministic": True}, {}, "CUBLAS_|FLASH_", EQUAL_BITS),
+        ({}, {}, "CUBLAS_|FLASH_", {}),
     ],
 )
 def test_what_is_set_for_a_machine(

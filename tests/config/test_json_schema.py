@@ -214,6 +214,8 @@ CHECKED_BY_CODE = (
     "an absolute path without commas is needed",
     "a remote shell reads this path",
     "mpirun splits this path",
+    "is a setting of warmup_stable_decay, not of cosine",
+    "needs evaluations during the run",
 )
 """What the reader alone says of such values."""
 

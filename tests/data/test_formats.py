@@ -88,6 +88,24 @@ def test_alpaca_prompts_with_and_without_an_input():
         assert "### Input" not in read({**ALPACA, **without}).prompt
 
 
+def test_alpaca_rows_as_chats():
+    row = {"instruction": "i", "input": "x", "output": "o", "system": "s"}
+    chat = read({**row, "history": [["a", "b"]]}, format="alpaca_chat")
+    assert [turn["content"] for turn in chat.turns] == ["s", "a", "b", "i\nx", "o"]
+    roles = ["system", "user", "assistant", "user", "assistant"]
+    assert [turn["role"] for turn in chat.turns] == roles
+    assert chat.answers == (2, 4)
+    for without in ({"input": ""}, {"input": None}):
+        assert (
+            read({**ALPACA, **without}, format="alpaca_chat").turns[0]["content"]
+            == (ALPACA["instruction"])
+        )
+    with pytest.raises(DataError, match="column 'history' holds 'no'; pairs of question and"):
+        read({**row, "history": ["no"]}, format="alpaca_chat")
+    with pytest.raises(DataError, match="no column 'output'"):
+        read({"instruction": "i"}, format="alpaca_chat")
+
+
 @pytest.mark.parametrize("given", ["{instruction}", "{input}", "{prompt}", "{0}"])
 def test_braces_in_the_data_are_data(given):
     assert read({**PAIR, "prompt": given}, template="<{prompt}{x}>").prompt == f"<{given}{{x}}>"

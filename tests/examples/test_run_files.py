@@ -72,7 +72,7 @@ def test_it_is_the_recipe_of_the_article() -> None:
     run = load_run_file(EXAMPLES / RECIPE)
     assert run.adapter is not None
     assert (run.adapter.r, run.adapter.alpha, run.adapter.dropout) == (4, 16, 0.05)
-    assert run.adapter.targets == ["q_proj", "k_proj", "v_proj", "o_proj"]
+    assert run.adapter.targets == ["q_proj", "v_proj", "k_proj", "o_proj"]
     assert (run.train.epochs, run.train.micro_batch_size, run.data.max_length) == (2, 10, 2048)
     assert run.train.global_batch_size == run.train.micro_batch_size * run.launch.devices
     assert (run.train.optimizer.lr, run.train.schedule.warmup_ratio) == (0.0018, 0.03)

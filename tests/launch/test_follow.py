@@ -81,6 +81,7 @@ EVALUATED = {"name": "eval", "step": 5, "eval_loss": 2.0, "perplexity": 7.39}
         (step_line, {"step": 1, "loss": 1.0, "mfu": 0.412}, "step 1  loss 1.0000  mfu 41.2%"),
         (step_line, {"step": 1, "loss": 1.0, "mfu": None}, "step 1  loss 1.0000"),
         (evaluation_line, EVALUATED, "eval at step 5  loss 2.0000  perplexity 7.39"),
+        (evaluation_line, {"name": "eval/de", "eval_loss": 2.0}, "eval/de  loss 2.0000"),
         (format_bytes, 0, "0 B"),
         (format_bytes, 1023, "1023 B"),
         (format_bytes, 1536, "1.5 KiB"),

@@ -353,3 +353,31 @@ def test_code_of_the_models_own_goes_along(tmp_path: Path, monkeypatch: pytest.M
     assert type(model).__name__ == "OwnModel" and not list(folder.rglob(".*"))
     assert fields_of(folder / "config.json")["architectures"] == ["OwnModel"]
     shutil.rmtree(Path(HF_MODULES_CACHE) / "transformers_modules/model", ignore_errors=True)
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_result_ends_with_the_token_that_the_run_file_names(new: bool, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    base = make_base(tmp_path / "base", None, ["</s>"])
+    save_fields(base / "special_tokens_map.json", bos_token="<s>", eos_token="</s>")
+    end = "<|stop|>" if new else "<|im_end|>"
+    named = {"eos_token": end, "new_special_tokens": [end] if new else []}
+    section = ModelSection(name=str(base), **named)
+    tokenizer = load_tokenizer(section)
+    assert tokenizer.eos_token == end
+    folder = tmp_path / "result"
+    folder.mkdir()
+    ResultFiles(section, tokenizer).write(folder)
+    again = AutoTokenizer.from_pretrained(folder)
+    assert again.eos_token == end
+    assert again.eos_token_id == tokenizer.eos_token_id
+    ends = fields_of(folder / "generation_config.json")["eos_token_id"]
+    assert tokenizer.eos_token_id in ends
+    assert fields_of(folder / "special_tokens_map.json") == {"bos_token": "<s>", "eos_token": end}
+
+
+def test_an_end_token_is_one_of_the_vocabulary(tmp_path: Path) -> None:
+    base = make_base(tmp_path / "base", None, [])
+    with pytest.raises(ModelError, match=r"model.eos_token: '<\|stop\|>' is not a token of"):
+        load_tokenizer(ModelSection(name=str(base), eos_token="<|stop|>"))

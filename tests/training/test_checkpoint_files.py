@@ -92,7 +92,7 @@ def kept(folder: Path) -> list[int]:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path, every=2, keep_last=2)
     for step in range(1, 8):
-        checkpoints.maybe_save(step, last=step == 7, stop=False, losses={})
+        checkpoints.maybe_save(step, last=step == 7, stop=False, loss=None)
     assert kept(tmp_path) == [6, 7]
 
 
@@ -102,16 +102,16 @@ def test_the_best_are_kept_besides_also_after_a_resume(tmp_path: Path) -> None:
         checkpoints = manager(tmp_path, every=2, keep_last=1, keep_best=2)
         checkpoints.scan()
         for step in half:
-            checkpoints.maybe_save(step, last=False, stop=False, losses={"eval": losses[step]})
+            checkpoints.maybe_save(step, last=False, stop=False, loss=losses[step])
     # 2 and 7 are the best; 7 is the newest as well.
     assert kept(tmp_path) == [2, 7]
 
 
 def test_a_request_to_end_writes_a_checkpoint_though_none_is_due(tmp_path: Path) -> None:
     checkpoints = manager(tmp_path)
-    checkpoints.maybe_save(4, last=False, stop=False, losses={"eval": 1.0})
+    checkpoints.maybe_save(4, last=False, stop=False, loss=1.0)
     assert not (tmp_path / "checkpoints").exists()
-    checkpoints.maybe_save(5, last=False, stop=True, losses={})
+    checkpoints.maybe_save(5, last=False, stop=True, loss=None)
     assert kept(tmp_path) == [5]
 
 
@@ -120,11 +120,11 @@ def test_an_adapter_gets_one_when_it_is_time_and_at_the_end(
 ) -> None:
     checkpoints = manager(tmp_path)
     assert not checkpoints.overdue()
-    checkpoints.maybe_save(1, last=True, stop=False, losses={})
+    checkpoints.maybe_save(1, last=True, stop=False, loss=None)
     assert not (tmp_path / "checkpoints").exists()
     checkpoints.by_default = True
-    checkpoints.maybe_save(2, last=False, stop=False, losses={})
-    checkpoints.maybe_save(3, last=True, stop=False, losses={})
+    checkpoints.maybe_save(2, last=False, stop=False, loss=None)
+    checkpoints.maybe_save(3, last=True, stop=False, loss=None)
     assert kept(tmp_path) == [3] and not checkpoints.overdue()
     monkeypatch.setattr(module, "USUAL_S", 0.0)
     assert checkpoints.overdue()
@@ -132,8 +132,29 @@ def test_an_adapter_gets_one_when_it_is_time_and_at_the_end(
     assert not checkpoints.overdue(), "the clock of rank 0 decides"
     checkpoints.rank = 0
     checkpoints.asked = True
-    checkpoints.maybe_save(4, last=False, stop=False, losses={})
+    checkpoints.maybe_save(4, last=False, stop=False, loss=None)
     assert kept(tmp_path) == [3, 4] and not checkpoints.asked
+
+
+def test_a_request_is_answered_once_or_refused_with_the_reason(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = a_manager(tmp_path, {"every": 0}, log=said.append)
+    checkpoints.engine.refuses_checkpoints = ""
+    request = tmp_path / module.REQUEST
+    assert not checkpoints.overdue()
+    request.touch()
+    assert checkpoints.overdue()
+    checkpoints.maybe_save(1, last=False, stop=False, loss=None)
+    assert request.exists(), "the ranks have not agreed yet"
+    checkpoints.asked = True
+    checkpoints.maybe_save(2, last=False, stop=False, loss=None)
+    assert not request.exists() and kept(tmp_path) == [2]
+    request.touch()
+    checkpoints.maybe_save(3, last=False, stop=True, loss=None)
+    assert request.exists(), "it came after rank 0 had looked"
+    checkpoints.engine.refuses_checkpoints = "it keeps no masters"
+    assert not checkpoints.overdue() and not request.exists()
+    assert said[-1] == "checkpoint-now: this run cannot write checkpoints: it keeps no masters"
 
 
 def test_ranks_agree_on_the_time_for_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -112,14 +112,14 @@ def test_a_report_that_is_not(text: str, tmp_path: Path) -> None:
 def test_a_run_is_extended_from_its_end_alone(tmp_path: Path) -> None:
     found = finished_run(report(tmp_path / "run"))
     assert found is not None
-    assert check_length(found, 4, None) is True
-    assert check_length(found, 8, 4) is False
+    assert check_length(found, 4, None, {}) is True
+    assert check_length(found, 8, 4, {}) is False
     with pytest.raises(RunFileError, match=r"8 are requested.*its newest sound one is of step 2"):
-        check_length(found, 8, 2)
+        check_length(found, 8, 2, {})
     with pytest.raises(RunFileError, match=r"it has none"):
-        check_length(found, 8, None)
+        check_length(found, 8, None, {})
     with pytest.raises(RunFileError, match=r"cannot be made shorter"):
-        check_length(found, 2, 4)
+        check_length(found, 2, 4, {})
 
 
 def test_what_changed_since_is_named_but_for_options_of_the_other_strategy() -> None:

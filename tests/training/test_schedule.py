@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from anygauge.config.sections import ScheduleSection
-from anygauge.training.schedule import learning_rate, peak_advice
+from anygauge.training.schedule import learning_rate, peak_advice, rates_differ
 
 
 def rates(steps: int, **fields: object) -> list[float]:
@@ -36,9 +36,48 @@ def test_a_ratio_is_rounded_up_to_whole_steps() -> None:
     assert rates(10, name="constant", warmup_ratio=0.11)[:3] == pytest.approx([1 / 3, 2 / 3, 1.0])
 
 
+@pytest.mark.parametrize("decay_type", ["linear", "cosine", "1-sqrt"])
+def test_after_its_warmup_wsd_is_that_of_transformers(decay_type: str) -> None:
+    import torch
+    from transformers import get_wsd_schedule
+
+    found = rates(
+        20,
+        name="warmup_stable_decay",
+        warmup_steps=4,
+        num_decay_steps=6,
+        decay_type=decay_type,
+        final_ratio=0.1,
+    )
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    theirs = get_wsd_schedule(
+        optimizer, 4, 6, num_training_steps=20, decay_type=decay_type, min_lr_ratio=0.1
+    )
+    expected = []
+    for _ in range(20):
+        expected += theirs.get_last_lr()
+        optimizer.step()
+        theirs.step()
+    assert found[4:] == pytest.approx(expected[4:], rel=1e-12)
+    assert found[4:15] == [1.0] * 11 and found[15] < 1
+    assert rates(20, name="warmup_stable_decay")[17:] == [1.0, 1.0, pytest.approx(0.5)]
+    assert rates(20, name="warmup_stable_decay", decay_ratio=0.5)[9:11] == [1.0, 1.0]
+
+
+def test_whether_a_longer_run_had_other_rates_is_looked_up() -> None:
+    def differ(done: int, **fields: object) -> bool:
+        return rates_differ(done, 10, 20, ScheduleSection.model_validate(fields))
+
+    assert not differ(10, name="constant", warmup_steps=3)
+    assert differ(10, name="constant", warmup_ratio=0.3)
+    assert differ(10, name="linear")
+    assert not differ(9, name="warmup_stable_decay")
+    assert differ(10, name="warmup_stable_decay", num_decay_steps=2)
+
+
 @given(
     steps=st.integers(1, 60),
-    name=st.sampled_from(["constant", "linear", "cosine"]),
+    name=st.sampled_from(["constant", "linear", "cosine", "warmup_stable_decay"]),
     warmup=st.integers(0, 80),
     final=st.floats(0, 1),
 )

@@ -7,6 +7,7 @@
                       key of the optimizer's state
 ``rng.safetensors``   ``RANK/NAME`` -> state of a random number generator, bytes
 ``rank-state-*``      ``RANK/NAME`` -> what an engine's ranks have of their own, if they have any
+``probe.*``           logits of fixed tokens, where this may become the run's result
 ``adapter/``          with an adapter: the same weights in peft's format, ready for use
 ``manifest.json``     size and SHA-256 of every other file; written last
 ====================  =============================================================================
@@ -54,6 +55,7 @@ from anygauge.util.files import flush, part_of, usual_mode
 from anygauge.util.text import json_values
 
 ADAPTER = "adapter"
+PROBE, LOGITS = "probe.safetensors", "logits"
 SHARD_BYTES = 2 * 2**30
 """Host memory that writing takes: tensors are collected up to this size, then written."""
 
@@ -69,6 +71,7 @@ def write_checkpoint(
     rng: Sequence[Mapping[str, Tensor]],
     *,
     rank_states: Iterable[tuple[str, Tensor]] = (),
+    logits: Tensor | None = None,
     export_adapter: Callable[[Path, Mapping[str, Tensor]], None] | None = None,
     shard_bytes: int = SHARD_BYTES,
 ) -> int:
@@ -79,6 +82,7 @@ def write_checkpoint(
         record: goes to ``checkpoint.json``.
         rng: for each rank, name -> state of a generator.
         rank_states: see `gather_all`; read to its end.
+        logits: what a result made of it is compared with.
         export_adapter: given a folder and the trained parameters, writes them in peft's format.
 
     Raises:
@@ -97,6 +101,8 @@ def write_checkpoint(
         _write_shards(temporary, RANK_STATE, rank_states, shard_bytes)
         if export_adapter is not None:
             export_adapter(temporary / ADAPTER, parameters)
+        if logits is not None:
+            _save({LOGITS: logits.contiguous()}, temporary / PROBE)
         states = {f"{rank}/{name}": s for rank, own in enumerate(rng) for name, s in own.items()}
         _save(states, temporary / RNG)
         text = json.dumps(json_values({"format": FORMAT, **record}), indent=2, allow_nan=False)
@@ -149,6 +155,13 @@ class Checkpoint:
             )
         with _open(self._files[entry]) as file:
             return file.get_tensor(entry)
+
+    def logits(self) -> Tensor | None:
+        """The model's logits of the probe; None where they were not kept."""
+        if not (self.folder / PROBE).is_file():
+            return None
+        with _open(self.folder / PROBE) as file:
+            return file.get_tensor(LOGITS)
 
     def rng(self, rank: int) -> dict[str, Tensor]:
         """Return one rank's generator states; empty where there was no such rank."""

@@ -28,6 +28,8 @@ _RESULTS = ("adapter", "model")
 _VOLATILE = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of a model's configuration that do not change its architecture."""
 
+EARLY = "train.early_stopping"
+
 _FREE_IN_ADAPTER = ("dropout", "start_from", "verify")
 
 _MAY_CHANGE = ("model", "adapter", "train", "precision", "strategy", "backend", "launch")
@@ -128,8 +130,13 @@ class FinishedRun:
 
     @property
     def steps(self) -> int:
-        """Steps of the whole run."""
+        """Steps that were taken."""
         return int(self.report["steps"])
+
+    @property
+    def planned(self) -> int:
+        """Steps of the whole run; its evaluations may have ended it before."""
+        return int(self.report.get("planned_steps", self.steps))
 
     @property
     def result(self) -> Path:
@@ -166,6 +173,7 @@ class _Report(BaseModel):
     """The part of a run's report that is read here."""
 
     steps: Count
+    planned_steps: Count = 0
     saved: Text
 
 
@@ -182,18 +190,23 @@ def finished_run(run_directory: Path) -> FinishedRun | None:
     return finished if finished.result.is_dir() else None
 
 
-def check_length(finished: FinishedRun, steps: int, newest: int | None) -> bool:
+def check_length(
+    finished: FinishedRun, steps: int, newest: int | None, settings: Mapping[str, Any]
+) -> bool:
     """Whether the run has all the steps that are wanted now; False if it can train on from its end.
 
     Args:
         steps: wanted now.
+        settings: wanted now; see `settings_of`.
         newest: step of the newest sound checkpoint; None where there is none.
 
     Raises:
         RunFileError: it is longer than wanted; or it has no checkpoint of its last step, and would
             repeat steps from an earlier one.
     """
-    if steps == finished.steps:
+    changes = changed_settings(finished.report.get("settings", {}), settings)
+    other_end = steps > finished.steps and any(each.startswith(EARLY) for each in changes)
+    if steps == finished.planned and not other_end:
         return True
     where = f"{finished.folder} finished after {finished.steps} steps, and {steps} are requested"
     if steps < finished.steps:

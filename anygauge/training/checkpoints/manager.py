@@ -40,6 +40,8 @@ from anygauge.util.files import part_of
 from anygauge.util.text import describe, json_values
 
 NEVER, AUTO = "never", "auto"
+REQUEST = "checkpoint-now"
+"""A file in the run directory that asks for a checkpoint; it is removed when there is one."""
 USUAL_S = 15 * 60.0
 """Seconds between the checkpoints of an adapter, where the run file does not say."""
 
@@ -61,8 +63,9 @@ class CheckpointManager:
         check_folder: raises where `run_directory` is not this run's any more; for rank 0.
         writing: entered while a step's checkpoint is written: the other ranks wait for rank 0.
         losses: step -> evaluation loss of the checkpoints that exist.
+        probe: gives what a result is compared with, for those that may become it; None: none may.
         by_default: the run file does not say when one is written, and it is small: see `USUAL_S`.
-        asked: the ranks have agreed that one belongs after this step, since it is time.
+        asked: the ranks have agreed that one belongs after this step: see `overdue`.
     """
 
     section: CheckpointSection
@@ -76,8 +79,10 @@ class CheckpointManager:
     check_folder: Callable[[], None] = lambda: None
     writing: Callable[[int], AbstractContextManager[None]] = lambda step: nullcontext()
     losses: dict[int, float | None] = field(default_factory=dict)
+    probe: Callable[[], Tensor | None] | None = None
     by_default: bool = False
     asked: bool = False
+    _requested: bool = False
     _since: float = field(default_factory=time.monotonic)
 
     def scan(self) -> None:
@@ -93,33 +98,46 @@ class CheckpointManager:
         self.losses.update({step: loss for step, loss in everyone[0]})
 
     def overdue(self) -> bool:
-        """Whether it is time for one, by the clock of rank 0; the ranks must agree on it."""
-        return self.by_default and self.rank == 0 and time.monotonic() - self._since > USUAL_S
+        """Whether it is time for one, by the clock of rank 0, or the file `REQUEST` in its run
+        directory asks for one; the ranks must agree on it."""
+        if self.rank:
+            return False
+        self._requested = (self.run_directory / REQUEST).is_file()
+        if self._requested and (why := self.engine.refuses_checkpoints):
+            self.log(f"{REQUEST}: this run cannot write checkpoints: {why}")
+            self._answer_request()
+        late = self.by_default and time.monotonic() - self._since > USUAL_S
+        return self._requested or late
+
+    def _answer_request(self) -> None:
+        if self._requested:
+            (self.run_directory / REQUEST).unlink(missing_ok=True)
+        self._requested = False
 
     def due(self, step: int) -> bool:
         """Whether one belongs after `step` steps, whatever their losses are."""
         every = self.section.every
         return every is not None and every > 0 and step % every == 0
 
-    def maybe_save(self, step: int, *, last: bool, stop: bool, losses: Mapping[str, float]) -> None:
+    def maybe_save(self, step: int, *, last: bool, stop: bool, loss: float | None) -> None:
         """Write a checkpoint after `step` steps, if one is due. All ranks call it alike.
 
         Args:
             last: this was the last step.
             stop: the run was asked to stop.
-            losses: of the evaluation after this step; empty if there was none.
+            loss: of the evaluation after this step; None if there was none.
         """
-        loss = sum(losses.values()) / len(losses) if losses else None
         due = self.asked or self.due(step) or (last and bool(self.section.every or self.by_default))
         if due or (stop and not last) or self._among_best(loss):
             with self.writing(step):
                 self.save(step, loss)
             self.asked, self._since = False, time.monotonic()
+            self._answer_request()
 
     def save_before_error(self, step: int) -> None:
         """Keep what was trained where the step after `step` cannot be. All ranks call it alike."""
         if step not in self.losses and not self.engine.refuses_checkpoints:
-            self.maybe_save(step, last=False, stop=True, losses={})
+            self.maybe_save(step, last=False, stop=True, loss=None)
 
     def save(self, step: int, loss: float | None) -> None:
         """Write the checkpoint of this step, and remove those that need not be kept any more."""
@@ -133,6 +151,7 @@ class CheckpointManager:
         ]
         engine = self.engine
         own = engine.export_rank_state() if isinstance(engine, HasRankState) else {}
+        logits = self.probe() if self.probe is not None and self._among_best(loss) else None
         contents = self.backend.collectives.gather_objects(
             [[n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in own.items()]
         )
@@ -156,6 +175,7 @@ class CheckpointManager:
                 record,
                 rng,
                 rank_states=rank_states,
+                logits=logits,
                 export_adapter=self.export_adapter,
             )
             self.log(f"checkpoint: {folder.name}, {size / 1e6:.1f} MB")
@@ -165,13 +185,22 @@ class CheckpointManager:
     def _best_steps(self) -> list[int]:
         """Steps of the checkpoints with the lowest losses, best first."""
         scored = sorted((loss, step) for step, loss in self.losses.items() if loss is not None)
-        return [step for _, step in scored[: self.section.keep_best]]
+        return [step for _, step in scored[: self.section.num_best]]
+
+    def best(self) -> int | None:
+        """The step of the sound checkpoint with the lowest loss, if there is one; all ranks call it
+        and get the same."""
+        steps = self._best_steps() if self.rank == 0 else []
+        folders = {step: checkpoint_folder(self.run_directory, step) for step in steps}
+        sound = (step for step, folder in folders.items() if find_defect(folder) is None)
+        first: int | None = self.backend.collectives.gather_objects(next(sound, None))[0]
+        return first
 
     def _among_best(self, loss: float | None) -> bool:
-        if json_values(loss) is None or not self.section.keep_best:
+        if json_values(loss) is None or not self.section.num_best:
             return False
         best = self._best_steps()
-        if len(best) < self.section.keep_best:
+        if len(best) < self.section.num_best:
             return True
         worst = self.losses[best[-1]]
         assert worst is not None and loss is not None
@@ -287,7 +316,8 @@ def check_resumed(
     if finished is not None:
         if finished.identity:
             check_same_run(finished.folder, finished.identity, identity)
-        if check_length(finished, steps, None if start is None else start.step):
+        newest = None if start is None else start.step
+        if check_length(finished, steps, newest, settings):
             raise FinishedError(finished)
     if start is None:
         return []

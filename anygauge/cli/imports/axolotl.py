@@ -1,0 +1,341 @@
+"""Axolotl's YAML: what its table (`tables/axolotl.toml`) cannot say."""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from anygauge.cli.imports.draft import BLANK, Draft, Leaf, as_list, given, targets
+from anygauge.cli.imports.engine_files import put_engine
+from anygauge.cli.imports.trainer import (
+    put_batch,
+    put_evaluation,
+    put_folder,
+    put_optimizer,
+    put_precision,
+    put_schedule,
+    put_share,
+)
+
+UNREAD = {"test_value", "full_finetune", "base_model_ignore_patterns", "eta_min", "adam_eps"}
+UNREAD |= {"context_parapllel_size"}
+"""Keys in Axolotl's own examples that Axolotl does not read."""
+TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen3": "qwen3"}
+TEMPLATES |= {"mistral_v1": "mistral"}
+"""Its chat templates -> ours, to the letter."""
+FAMILIES = {
+    "gemma3": "gemma-3-.*-it",
+    "gemma3n": "gemma-3n-.*-it",
+    "gemma4": "gemma-4-.*-it",
+    "qwen_25": "qwen2[.]5-",
+    "qwen3_5": "qwen3[.]5-",
+    "falcon_h1": "falcon-h1-.*-instruct",
+    "phi_3": "phi-3.*-instruct",
+    "phi_35": "phi-3[.]5-.*-instruct",
+    "phi_4": "phi-4",
+    "deepseek_v3": "deepseek-(v3|r1)",
+}
+"""Its other templates -> models whose own tokenizer has the template that it is a copy of."""
+ENDS = (
+    ("llama-?2|llama-(7|13|30|65)b|open_llama|codellama|mistral|mixtral", "<s>", "</s>"),
+    ("falcon-7b|mpt-|redpajama-incite|pythia|gpt-neox", "<|endoftext|>", "<|endoftext|>"),
+    ("yi-", "<|startoftext|>", ""),
+    ("llama-3.*instruct", "<|begin_of_text|>", "<|eot_id|>"),
+    ("llama-3", "<|begin_of_text|>", "<|end_of_text|>"),
+)
+"""Models -> the start and end tokens that their tokenizers have."""
+QUANTIZED = re.compile("gptq|awq|aqlm|bnb-|-nvfp4|prequantized|-4bit|-int[48]", re.IGNORECASE)
+"""Names of models that are stored quantized in ways that do not train here."""
+DEGREES = {"dp_replicate_size": "dp_replicate", "dp_shard_size": "dp_shard"}
+DEGREES |= {"tensor_parallel_size": "tp", "context_parallel_size": "cp"}
+SPEED_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "ExpertParallelPlugin")
+ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt"}}
+ROLES |= {"system": {"system"}, "tool": {"tool", "observation"}}
+SOURCE = {"name": "subset", "split": "split", "revision": "revision"}
+SOURCE |= {"field_tools": "tools", "field_system": "system"}
+"""Keys of a data set -> fields of a source."""
+SOURCE_IDLE = {"field_thinking", "template_thinking_key", "ds_type", "trust_remote_code"}
+SOURCE_IDLE |= {"preprocess_shards"}
+"""Keys of a data set that change no row: keys of a turn are kept, a file's suffix says its type."""
+
+
+def read_axolotl(draft: Draft) -> None:
+    """Read Axolotl's keys."""
+    for key in sorted(UNREAD & draft.keys.keys()):
+        if (unread := draft.take(key)) is not None:
+            draft.change(
+                f"{given(key, unread)}: Axolotl does not read this key, and import neither"
+            )
+    name = draft.path(draft.keys.get("base_model"))
+    draft.keys["base_model"] = name
+    draft.copy("base_model", "model.name")
+    if QUANTIZED.search(str(name)):
+        draft.block("base_model", name, "the model that it was made from, with model.quantize")
+    put_engine(draft)
+    _put_ranks(draft)
+    whole = draft.number("batch_size")
+    if whole and not draft.keys.get("gradient_accumulation_steps"):
+        micro = draft.keys.get("micro_batch_size") or 1
+        draft.keys["gradient_accumulation_steps"] = max(1, int(whole // micro))
+    put_batch(draft, "micro_batch_size", 1)
+    put_optimizer(draft, "optimizer", "adamw_torch_fused")
+    if draft.keys.get("warmup_steps") is None and draft.keys.get("warmup_ratio") is None:
+        draft.keys["warmup_ratio"] = 0.03
+        draft.change("warm-up: Axolotl's default is 3% of the steps, but at most 100 steps")
+    put_schedule(draft, "lr_scheduler", "cosine")
+    for ours, theirs in (("bf16", "bfloat16"), ("fp16", "float16")):
+        if draft.take(theirs) and not draft.keys.get(ours):
+            draft.keys[ours] = True
+    put_precision(draft, "float32")
+    put_evaluation(draft)
+    put_folder(draft)
+    _put_adapter(draft)
+    _put_data(draft)
+    _put_vocabulary(draft)
+    _put_rest(draft)
+    draft.apply("axolotl")
+    draft.defaults(data__max_length=512, train__seed=42)
+
+
+def _put_ranks(draft: Draft) -> None:
+    """Degrees in which a model is spread, and the ranks that they make."""
+    ranks = 1
+    for key, field in DEGREES.items():
+        size = draft.number(key, 1)
+        if field == "cp" and size > 1 and draft.at("strategy.tp"):
+            draft.change(
+                f"{key}: {size}: tp and cp do not go together here; it takes fewer devices"
+            )
+        elif size > 1:
+            draft.put("strategy.name", "fsdp", given(key, size))
+            draft.put(f"strategy.{field}", size, given(key, size))
+            ranks *= size
+            # Ranks that share their rows count once in a batch.
+            draft.sharing *= 1 if field.startswith("dp_") else size
+    workers = draft.number("ray_num_workers", ranks)
+    if draft.devices is None and workers > 1:
+        draft.devices = workers // draft.nodes
+
+
+def _put_adapter(draft: Draft) -> None:
+    kind, four, eight = (
+        draft.take("adapter"),
+        draft.take("load_in_4bit"),
+        draft.take("load_in_8bit"),
+    )
+    settings = draft.mapping("bnb_config_kwargs")
+    linear, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
+    draft.take("lora_fan_in_fan_out")  # which peft finds out by itself
+    if not kind:
+        for key in [key for key in draft.keys if re.match("lora_(?!.*kernel)|peft|loraplus", key)]:
+            del draft.keys[key]
+        return
+    if kind not in ("lora", "qlora"):
+        draft.block("adapter", kind, "adapter: LoRA")
+        return
+    if four or (kind == "qlora" and four is None and not eight):
+        draft.put("model.quantize.type", "nf4", "load_in_4bit: true")
+        double = settings.pop("bnb_4bit_use_double_quant", True)
+        draft.put("model.quantize.double_quantization", double, "bnb_4bit_use_double_quant")
+    elif eight:
+        draft.put("model.quantize.type", "int8", "load_in_8bit: true")
+    if settings:
+        draft.block("bnb_config_kwargs", settings, "model.quantize")
+    if start := draft.path(draft.keys.get("lora_model_dir")):
+        draft.keys["lora_model_dir"] = start
+        for key in ("lora_r", "lora_alpha", "peft_use_rslora", "peft_use_dora"):
+            draft.take(key)
+    elif linear or names or draft.keys.get("lora_target_parameters"):
+        layers = targets(names or [])
+        if linear:
+            layers = "all-linear" if not names else ["all-linear", *as_list(names)]
+        draft.put("adapter.targets", layers, "lora_target_linear, lora_target_modules")
+    if unfrozen := draft.take("unfrozen_parameters"):
+        draft.change(f"{given('unfrozen_parameters', unfrozen)}: beside an adapter, no weight "
+                     "there has such a name; here the base is frozen and its factors are trained; "
+                     "adapter.modules_to_save trains whole modules as well")  # fmt: skip
+
+
+def _put_vocabulary(draft: Draft) -> None:
+    """Tokens that are added, and special ones with other names than the tokenizer's."""
+    special, tokens = draft.mapping("special_tokens"), draft.take("tokens", [])
+    if isinstance(tokens, dict):
+        special, tokens = tokens | special, []
+    if tokens:
+        draft.put("model.new_tokens", as_list(tokens), given("tokens", tokens))
+    model = str(draft.at("model.name")).lower()
+    own = next((ends for family, *ends in ENDS if re.search(family, model)), ["", ""])
+    sources = draft.at("data.train") or []
+    formats = {one["format"].value for one in (sources if isinstance(sources, list) else [sources])}
+    for kind, token in special.items():
+        key = f"special_tokens.{kind}"
+        if kind in ("pad_token", "unk_token") or token == {"bos_token": own[0]}.get(kind, own[1]):
+            draft.skip(key, token, "naming")
+        elif kind == "eos_token" and formats <= {"messages", "sharegpt"}:
+            draft.change(f"{key}: {token}: here the chat template ends a turn")
+        elif kind == "eos_token":
+            draft.put("model.eos_token", token, f"{key}: {token}")
+            if own[1] and "<|im_" in token:  # these families lack it, and Axolotl adds it
+                draft.put("model.new_special_tokens", [token], f"{key}: {token}")
+        else:
+            draft.block(key, token, "model.tokenizer: a folder of its files with this token")
+    for key in ("tokenizer_type", "tokenizer_use_fast", "eot_tokens"):
+        draft.take(key)  # as the model's own files say it, and its chat template
+    draft.copy("tokenizer_config", "model.tokenizer")
+
+
+def _put_data(draft: Draft) -> None:
+    streamed, jinja = draft.take("pretraining_dataset", []), draft.take("chat_template_jinja")
+    sources = {"train": draft.take("datasets", []), "eval": draft.take("test_datasets", [])}
+    named, inputs = draft.take("chat_template"), draft.take("train_on_inputs", False)
+    for one in streamed if isinstance(streamed, list) else [streamed]:
+        whole = {"path": one} if isinstance(one, str) else dict(one)
+        text = {"field": whole.pop("text_column", "text")}
+        sources["train"] = [*sources["train"], {**text, **whole, "type": "completion"}]
+        draft.keys |= {"streaming": True, "sample_packing": draft.keys.get("sample_packing", True)}
+        draft.take("pretrain_multipack_attn")
+    templates: list[Any] = []
+    for place, ones in sources.items():
+        if found := [
+            _source(draft, one, f"datasets[{at}]", templates) for at, one in enumerate(ones)
+        ]:
+            draft.tree.setdefault("data", {})[place] = found[0] if len(found) == 1 else found
+    chosen = {str(one or named or (jinja and "jinja")) for one in templates}
+    if len(chosen) > 1:
+        draft.block("datasets: chat_template", sorted(chosen), "data.chat_template: one for all")
+    elif chosen:
+        name = chosen.pop()
+        _put_template(draft, jinja if name == "jinja" else name if name != "None" else None)
+    draft.put("data.loss_on", "all" if inputs else "answer", given("train_on_inputs", inputs))
+    put_share(draft, "val_set_size")
+    if draft.take("sample_packing"):
+        draft.put("data.packing", True, "sample_packing: true")
+    long = draft.take("excess_length_strategy", "drop")
+    if long not in ("drop", "truncate"):
+        draft.block("excess_length_strategy", long, "data.too_long: drop, and `anygauge data`")
+    draft.put(
+        "data.too_long", "truncate" if long == "truncate" else "drop", f"excess_length: {long}"
+    )
+
+
+def _put_template(draft: Draft, name: Any) -> None:
+    """A chat template: ours, Axolotl's file where it is on this machine, or the tokenizer's own."""
+    model, key = str(draft.at("model.name")).lower(), given("chat_template", name)
+    if name in (None, "tokenizer_default") or name in TEMPLATES:
+        draft.put("data.chat_template", TEMPLATES.get(name), key)
+    elif "{" in name or name.endswith(".jinja"):
+        draft.put("data.chat_template", name if "{" in name else draft.path(name), key)
+    elif (file := _template_file(draft, name)) is not None:
+        draft.put("data.chat_template", draft.local(str(file)), key)
+    elif name in FAMILIES and re.search(FAMILIES[name], model):
+        draft.change(f"{key} is Axolotl's copy; here the tokenizer's own is used")
+    else:
+        where = f"Axolotl's chat_templates/templates/{name}.jinja"
+        draft.block("chat_template", name, f"data.chat_template: {where}; import finds it where "
+                    "Axolotl is installed, or in a tree above this file")  # fmt: skip
+
+
+def _template_file(draft: Draft, name: str) -> Path | None:
+    spec, place = find_spec("axolotl"), f"axolotl/utils/chat_templates/templates/{name}.jinja"
+    homes = [Path(one).parent for one in (spec and spec.submodule_search_locations) or ()]
+    homes += [folder / "src" for folder in draft.file.absolute().parents]
+    return next((home / place for home in homes if (home / place).is_file()), None)
+
+
+def _source(draft: Draft, one: Any, place: str, templates: list[Any]) -> dict[str, Leaf]:
+    """One entry of `datasets` as a source."""
+    if not isinstance(one, dict) or not isinstance(one.get("path"), str):
+        raise draft.error(place, one, "a mapping with a 'path'")
+    left = {
+        key: value for key, value in one.items() if value not in BLANK and key not in SOURCE_IDLE
+    }
+    name, files = left.pop("path"), as_list(left.pop("data_files", []))
+    kind = left.pop("type", "completion" if "field" in left else None)
+    if len(files) > 1:
+        draft.block(f"{place}.data_files", files, "one source for each file")
+    path = f"hf://datasets/{name}/{files[0]}" if files else draft.path(name)
+    found = {"path": Leaf(path, given("path", name))}
+    for key in SOURCE.keys() & left.keys():
+        found[SOURCE[key]] = Leaf(left[key], given(key, left.pop(key)))
+    origin = given("type", kind)
+    if kind in ("chat_template", "chat_template.default"):
+        templates.append(left.pop("chat_template_jinja", None) or left.pop("chat_template", None))
+        found |= _turns(draft, left, origin, place)
+    elif kind in ("completion", "pretrain"):
+        found |= {"format": Leaf("text", origin), "text": Leaf(left.pop("field", "text"), "field")}
+    elif kind in ("alpaca", None):
+        found["format"] = Leaf("alpaca" if kind else "tokens", origin)
+    else:
+        found["format"] = Leaf("auto", origin)
+        draft.block(f"{place}.type", kind, "alpaca, chat_template or completion")
+    for key, value in left.items():
+        if value is not False:
+            draft.block(f"{place}.{key}", value, "a source: docs/run-file.md#datatrain")
+    return found
+
+
+def _turns(draft: Draft, left: dict[str, Any], origin: str, place: str) -> dict[str, Leaf]:
+    """The format and the column of chats."""
+    names = {"role": left.pop("message_field_role", "role"),
+             "content": left.pop("message_field_content", "content"),
+             **left.pop("message_property_mappings", {})}  # fmt: skip
+    column, roles = left.pop("field_messages", "messages"), left.pop("roles", {})
+    expected = {"roles_to_train": ["assistant"], "train_on_eos": "turn", "train_on_eot": "turn"}
+    for key, usual in expected.items():
+        if (value := left.pop(key, usual)) != usual:
+            draft.block(
+                f"{place}.{key}", value, "data.loss_on: answers with the ends of their turns"
+            )
+    if any(not {*theirs} <= ROLES.get(role, set()) for role, theirs in roles.items()):
+        draft.block(f"{place}.roles", roles, "docs/data.md#chats has the roles")
+    sharegpt = names == {"role": "from", "content": "value"}
+    if not sharegpt and names != {"role": "role", "content": "content"}:
+        nearest = "docs/data.md#chats has the keys of a turn"
+        draft.block(f"{place}.message_property_mappings", names, nearest)
+    # ShareGPT's format also takes turns with role and content, whatever their roles are called.
+    form, usual = "sharegpt", "conversations"
+    if not sharegpt and column not in ("conversations", "conversation"):
+        form, usual = "messages", "messages"
+    found = {"format": Leaf(form, f"{origin}, message_property_mappings" if sharegpt else origin)}
+    if column != usual or form == "sharegpt":
+        found[usual] = Leaf(column, given("field_messages", column))
+    return found
+
+
+def _put_rest(draft: Draft) -> None:
+    """Keys whose value decides whether they mean something."""
+    for plugin in as_list(draft.take("plugins", [])):
+        name = str(plugin).rpartition(".")[2]
+        if name in (*SPEED_PLUGINS, "SwanLabPlugin"):
+            draft.skip("plugins", name, "speed" if name in SPEED_PLUGINS else "logging")
+        else:
+            draft.block("plugins", plugin, "a loop of your own: examples/own_loop.py")
+    kept = draft.take("gradient_checkpointing", False)
+    draft.put("train.gradient_checkpointing", bool(kept), given("gradient_checkpointing", kept))
+    if isinstance(kept, str):
+        draft.put("train.activation_offloading", True, given("gradient_checkpointing", kept))
+    if draft.take("tokenizer_use_mistral_common"):
+        draft.change("tokenizer_use_mistral_common: here the transformers library reads the same "
+                     "vocabulary, and its chat template writes the chats")  # fmt: skip
+    if re.search("ForCausalLM$|LMHeadModel$", str(draft.keys.get("model_type"))):
+        draft.take("model_type")
+    if watch := draft.take("loss_watchdog_threshold"):
+        draft.change(f"loss_watchdog_threshold: {watch}: above it a run ends there; here a run "
+                     "ends if its loss is not finite")  # fmt: skip
+    draft.take("loss_watchdog_patience")
+    settings = draft.mapping("model_config")
+    if settings.pop("output_router_logits", False):
+        draft.put("train.router_aux_loss_coef", 0.001, "model_config: output_router_logits")
+        draft.change("train.router_aux_loss_coef: there it is the model's own; compare its config")
+    if settings:
+        draft.block("model_config", settings, "the model's own configuration")
+    method = draft.take("model_quantization_config")
+    if not draft.mapping("model_quantization_config_kwargs").get("dequantize") and method:
+        draft.block("model_quantization_config", method, "model.quantize")
+    project, board = draft.take("wandb_project"), draft.take("use_tensorboard")
+    if project is not None and draft.take("use_wandb", True):
+        draft.put("tracker_options.wandb.project", project, given("wandb_project", project))
+    trackers = ["wandb"] * (draft.at("tracker_options") is not None) + ["tensorboard"] * bool(board)
+    draft.put("trackers", trackers or None, "wandb_project, use_tensorboard")

@@ -1,0 +1,217 @@
+"""Hugging Face's TrainingArguments and TRL's SFTConfig; other tools have the former's keys too."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from anygauge.cli.imports.draft import BLANK, OFF, Draft, as_list
+from anygauge.cli.imports.engine_files import put_engine
+
+OPTIMIZERS = {
+    "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw adamw_apex_fused adamw_torch_npu_fused "
+    "paged_adamw paged_adamw_32bit",
+    "adamw_8bit": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit",
+    "lion": "lion lion_32bit",
+    "sgd": "sgd",
+}
+"""Ours -> their names."""
+BEST = "checkpoint.keep_best: 1 keeps that checkpoint; the result is the last step's"
+
+
+def read_trainer(draft: Draft) -> None:
+    """TrainingArguments, or TRL's arguments with model and data set."""
+    trl = draft.tool == "TRL"
+    put_engine(draft)
+    put_training(draft, "bfloat16" if trl else "float32")
+    if draft.take("load_in_4bit"):
+        draft.put("model.quantize.type", "nf4", "load_in_4bit: true")
+        draft.copy("use_bnb_nested_quant", "model.quantize.double_quantization", False)
+    elif draft.take("load_in_8bit"):
+        draft.put("model.quantize.type", "int8", "load_in_8bit: true")
+    for key in ("dataset_name", "model_name_or_path", "chat_template_path"):
+        draft.keys[key] = draft.path(draft.keys.get(key))
+    draft.copy("dataset_name", "data.train.path")
+    if not draft.take("use_peft", trl and any("lora_" in key for key in draft.keys)):
+        for key in [key for key in draft.keys if key.startswith(("lora_", "use_rs", "use_dora"))]:
+            del draft.keys[key]
+    else:
+        draft.defaults(adapter__r=16, adapter__alpha=32, adapter__dropout=0.05)
+        if not draft.keys.get("lora_target_modules"):
+            draft.defaults(adapter__targets=["q_proj", "v_proj"])
+            draft.change(
+                "lora_target_modules: peft chooses by architecture, mostly q_proj and v_proj"
+            )
+    packs, strategy = draft.take("packing", False), draft.take("packing_strategy", "bfd")
+    if packs:
+        form = "concatenate" if strategy == "wrapped" else True
+        draft.put("data.packing", form, f"packing: true, packing_strategy: {strategy}")
+        if strategy != "bfd":
+            draft.change(f"packing_strategy: {strategy} cuts rows; here packs hold whole rows")
+    answers, completion = draft.take("assistant_only_loss"), draft.take("completion_only_loss")
+    if answers or completion is not None:
+        loss = "answer" if answers or completion else "all"
+        draft.put("data.loss_on", loss, "assistant_only_loss, completion_only_loss")
+    draft.apply("trainer", "trl")
+    draft.defaults(train__optimizer__lr=2e-5 if trl else 5e-5, train__epochs=3, train__seed=42)
+    draft.defaults(train__gradient_checkpointing=trl)
+    if not trl:
+        draft.change("data: TrainingArguments say nothing of rows; what is not set is our default")
+        return
+    draft.defaults(data__max_length=1024)
+    draft.put("data.train.template", "{prompt}", "TRL joins prompt and completion as they are")
+    draft.needed["data.loss_on"] = (
+        "TRL goes by the columns: `answer` for prompt and completion, `all` for messages or text"
+    )
+
+
+def put_training(draft: Draft, precision: str, lr_scheduler: str = "linear") -> None:
+    """What all tools on Trainer share."""
+    put_batch(draft, "per_device_train_batch_size", 8)
+    put_optimizer(draft, "optim", "adamw_torch")
+    put_schedule(draft, "lr_scheduler_type", lr_scheduler)
+    put_precision(draft, precision)
+    put_evaluation(draft)
+    put_folder(draft)
+    asked, project = as_list(draft.take("report_to", [])), draft.take("project")
+    if known := [name for name in asked if name in ("wandb", "tensorboard", "mlflow")]:
+        draft.put("trackers", known, draft.origin("report_to", asked))
+    for name in {*asked} - {*known, "none"}:
+        draft.skip("report_to", name, "logging")
+    if project is not None and "wandb" in known:
+        draft.put("tracker_options.wandb.project", project, draft.origin("project", project))
+
+
+def put_batch(draft: Draft, key: str, usual: int) -> None:
+    """Sequences of a step: theirs of one device, times accumulation, times devices."""
+    micro, steps = draft.number(key, usual), draft.number("gradient_accumulation_steps", 1)
+    if not (isinstance(micro, int) and isinstance(steps, int) and micro > 0 and steps > 0):
+        raise draft.error(f"{key}, gradient_accumulation_steps", [micro, steps], "counts from 1")
+    ranks = draft.nodes * (draft.devices or 1) // draft.sharing
+    draft.put("train.micro_batch_size", micro, f"{key}: {micro}")
+    origin = f"{micro} x gradient_accumulation_steps {steps} x {ranks} device{'s' * (ranks > 1)}"
+    draft.put("train.global_batch_size", micro * steps * ranks, origin)
+    if draft.devices is None:
+        draft.change(
+            "train.global_batch_size is for 1 device, since the file does not say how many there "
+            "were: import with --devices N if there were N"
+        )
+    elif draft.devices > 1:
+        draft.put("launch.devices", draft.devices, "devices of a machine")
+    if draft.nodes > 1:
+        draft.put("launch.nodes", draft.nodes, "machines")
+
+
+def put_optimizer(draft: Draft, key: str, usual: str) -> None:
+    """The optimizer with its moments."""
+    name = draft.take(key, usual)
+    betas = [draft.number("adam_beta1", 0.9), draft.number("adam_beta2", 0.999)]
+    eps = draft.number("adam_epsilon")
+    ours = next((ours for ours, names in OPTIMIZERS.items() if name in names.split()), None)
+    if ours is None:
+        draft.block(key, name, f"train.optimizer.name: {', '.join(OPTIMIZERS)}")
+        return
+    draft.put("train.optimizer.name", ours, f"{key}: {name}")
+    if name.startswith("paged"):
+        paging = f"the paging of {name} (train.optimizer.paged)"
+        draft.meaningless.setdefault("speed", []).append(paging)
+    if name == "adamw_torch_8bit":
+        draft.change(f"{key}: {name} is torchao's; here the 8-bit AdamW of bitsandbytes")
+    if ours == "sgd":
+        draft.put("train.optimizer.momentum", 0.0, f"{key}: sgd has none")
+    elif betas != [0.9, 0.999] or ours == "lion":
+        draft.put("train.optimizer.betas", betas, "adam_beta1, adam_beta2")
+    if eps is not None and ours.startswith("adamw"):
+        draft.put("train.optimizer.eps", eps, f"adam_epsilon: {eps}")
+
+
+def put_schedule(draft: Draft, key: str, usual: str) -> None:
+    """The schedule and its warm-up, of which `constant` has none there."""
+    name, settings = draft.take(key, usual), draft.mapping("lr_scheduler_kwargs")
+    steps, ratio = draft.number("warmup_steps"), draft.number("warmup_ratio")
+    if steps is not None and 0 < steps < 1:
+        steps, ratio = None, steps
+    if name == "cosine_with_min_lr" and (least := settings.pop("min_lr_rate", None)) is not None:
+        draft.put("train.schedule.final_ratio", least, f"lr_scheduler_kwargs: min_lr_rate: {least}")
+    ours = {"constant_with_warmup": "constant"}.get(name, name)
+    if draft.at("train.schedule.final_ratio") is not None:
+        ours = "cosine"
+    if ours not in ("constant", "linear", "cosine") or settings:
+        draft.block(key, [name, settings], "train.schedule.name: constant, linear or cosine")
+        return
+    draft.put("train.schedule.name", ours, f"{key}: {name}")
+    if name == "constant":
+        return
+    if steps:
+        draft.put("train.schedule.warmup_steps", int(steps), f"warmup_steps: {steps}")
+    elif ratio:
+        draft.put("train.schedule.warmup_ratio", ratio, f"warmup_ratio: {ratio}")
+
+
+def put_precision(draft: Draft, usual: str) -> None:
+    """Types of numbers."""
+    bf16, half, pure = draft.take("bf16"), draft.take("fp16"), draft.take("pure_bf16")
+    types = [draft.take(key) for key in ("dtype", "torch_dtype", "bnb_4bit_compute_dtype")]
+    if half and half not in OFF:
+        found = "float16"
+    elif bf16 == "auto":
+        found = "auto"
+    elif pure or (bf16 and bf16 not in OFF):
+        found = "bfloat16"
+    elif bf16 is None and half is None:
+        found = next((name for name in types[:2] if name in ("bfloat16", "float16")), usual)
+    else:
+        found = "float32"
+    fp8 = draft.take("fp8")
+    found = "bfloat16" if fp8 else found
+    named = {"bf16": bf16, "fp16": half, "pure_bf16": pure, "fp8": fp8}
+    origin = ", ".join(
+        f"{key}: {value}".lower() for key, value in named.items() if value is not None
+    )
+    draft.put("precision.param_dtype", found, origin or "neither bf16 nor fp16")
+    if pure:
+        draft.change("pure_bf16: trained weights keep a float32 copy here")
+    if fp8:
+        draft.put("precision.fp8", True, "fp8: true")
+        draft.change("fp8: the backend's own scales, where a backend has products in FP8")
+
+
+def put_evaluation(draft: Draft) -> None:
+    """When it evaluates and saves, which is not part of the result."""
+    often = draft.take("eval_strategy", draft.take("evaluation_strategy", "no"))
+    every, save, steps = (draft.take(key) for key in ("eval_steps", "save_strategy", "save_steps"))
+    if isinstance(every, int) and (often == "steps" or draft.tool == "Axolotl"):
+        draft.put("train.eval_every", every, f"eval_steps: {every}")
+    elif often not in OFF or every is not None:
+        draft.skip("eval_strategy", f"{often}, eval_steps: {every}; here at the end", "logging")
+    if save in ("no", False):
+        draft.put("checkpoint.every", 0, "save_strategy: no")
+    elif save == "best":
+        draft.block("save_strategy", save, BEST)
+    elif save in ("steps", None) and isinstance(steps, int):
+        draft.put("checkpoint.every", steps, f"save_steps: {steps}")
+    resume = draft.take("resume_from_checkpoint", False)
+    if resume is not False:
+        origin = draft.origin("resume_from_checkpoint", resume)
+        draft.put("checkpoint.resume", "auto" if resume is True else draft.path(resume), origin)
+
+
+def put_folder(draft: Draft) -> None:
+    """The name of the run and its folder: `output_dir` is both in one."""
+    folder, name = draft.take("output_dir"), draft.take("run_name")
+    if isinstance(folder, str) and (path := Path(folder)).name:
+        own = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.name) or "run"
+        draft.put("name", own, f"output_dir: {folder}")
+        draft.put("output", str(path.parent), f"output_dir: {folder}")
+    if name not in BLANK:
+        draft.skip("run_name", name, "naming")
+
+
+def put_share(draft: Draft, key: str) -> None:
+    """The share of rows to evaluate on; a count of rows is not offered."""
+    share: Any = draft.number(key, 0)
+    if share >= 1:
+        draft.block(key, share, "data.eval_fraction: a share of the rows")
+    elif share:
+        draft.put("data.eval_fraction", share, f"{key}: {share}")
