@@ -6,7 +6,8 @@
 #                    two; about ten minutes on two cores
 #   make test-kit    the conformance kit: over the devices of examples/plugins, whose own tests run too,
 #                    over the stand-in for Gaudi and over devices that are wrong; and docs/plugins.md
-#   make test-more   clouds, benchmarks, versions of images, and what Triton's compiler makes of kernels
+#   make test-more   clouds, benchmarks, versions of images, what Triton's compiler makes of kernels, reports in a
+#                    browser
 #   make test-slow   the slow tests of all of these
 #   make zoo         every causal architecture of transformers, tiny, and the tables of docs/models.md;
 #                    before a release (an hour)
