@@ -6,7 +6,8 @@
 #                    two; about ten minutes on two cores
 #   make test-kit    the conformance kit: over the devices of examples/plugins, whose own tests run too,
 #                    over the stand-in for Gaudi and over devices that are wrong; and docs/plugins.md
-#   make test-more   clouds, benchmarks, versions of images, and what Triton's compiler makes of kernels
+#   make test-more   clouds, benchmarks, versions of images, what Triton's compiler makes of kernels, reports in a
+#                    browser
 #   make test-slow   the slow tests of all of these
 #   make zoo         every causal architecture of transformers, tiny, and the tables of docs/models.md;
 #                    before a release (an hour)
@@ -79,7 +80,7 @@ DISTRIBUTED := -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 # Which tests run when: a path below stands for all in it.
 KIT := tests/testing tests/backends/test_hpu_kit.py tests/docs/test_plugins_page.py
-MORE := tests/benchmarks tests/cli/test_cloud_jobs.py tests/clouds tests/docker \
+MORE := tests/benchmarks tests/cli/test_cloud_jobs.py tests/cli/test_report_browser.py tests/clouds tests/docker \
     tests/docs/test_clouds_page.py tests/kernels/test_triton_compiles.py
 QUICK := -m "not slow and not launchers and not image"
 

@@ -28,6 +28,7 @@ COMMANDS = {
     "job": "Follow, show or end a job on other machines.",
     "import": "Turn another tool's configuration into a run file.",
     "data": "Show what a run trains on: counts, lengths, padding, loss tokens.",
+    "report": "Write one page about runs: what ran, losses, speed, memory, time.",
     "generate": "Let a model answer, with or without an adapter.",
     "evaluate": "Show the loss and perplexity of a model on rows.",
     "merge": "Fold an adapter into its base model.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -9,6 +10,8 @@ import typer
 from typer.core import TyperCommand
 
 from anygauge.cli.typed_so_far import backend_names, field_settings, launcher_names, run_files
+from anygauge.util.errors import UsageError
+from anygauge.util.text import shorten
 
 if TYPE_CHECKING:
     from anygauge.interface import Backend
@@ -73,7 +76,32 @@ QuietOption = Annotated[bool, typer.Option("--quiet", help="Print warnings and f
 TokenizerOption = Annotated[
     str | None, typer.Option("--tokenizer", help="Folder, hub name or tokenizer.json.")
 ]
+ProfileOption = Annotated[
+    str | None,
+    typer.Option(
+        "--profile",
+        help="Record these steps, from 1: a timeline and what memory held, in the run directory.",
+        metavar="FROM:TO",
+    ),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+
+
+def read_steps(text: str | None) -> tuple[int, int]:
+    """What ``--profile`` names: the first step, from 0, and the one behind the last.
+
+    Raises:
+        UsageError: it is not two numbers of steps.
+    """
+    if text is None:
+        return 0, 0
+    parts = re.fullmatch(r"([1-9][0-9]{0,9}):([1-9][0-9]{0,9})", text)
+    if parts is None or int(parts[1]) > int(parts[2]):
+        raise UsageError(
+            f"--profile {shorten(text)}: this is not FROM:TO, the first and the last step to "
+            "record, from 1, such as 5:8; a single step is 5:5"
+        )
+    return int(parts[1]) - 1, int(parts[2])
 
 
 class UsageCommand(TyperCommand):

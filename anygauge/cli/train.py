@@ -17,10 +17,12 @@ from anygauge.cli.shared_options import (
     NodesOption,
     OutputOption,
     PlanOption,
+    ProfileOption,
     QuietOption,
     ResumeOption,
     RunFileArgument,
     SetOption,
+    read_steps,
 )
 from anygauge.interface import AnygaugeError, UsageError
 from anygauge.launch.request import RunRequest, read_request
@@ -45,11 +47,13 @@ def train(
         typer.Option("--no-model", help="With --dry-run: look at no model and no rows."),
     ] = False,
     plan: PlanOption = None,
+    profile: ProfileOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Fine-tune a model as described in a run file."""
     flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
+    recorded = read_steps(profile)
     if no_model and (not dry_run or plan):
         raise UsageError(
             "--no-model: a run, and a plan, need the model; add --dry-run, and no --plan"
@@ -69,7 +73,7 @@ def train(
                         f"{foreign.world_size}, and `anygauge train` would take its place: run it "
                         "in a process of its own (subprocess.run)"
                     )
-                job = replace(request.job, plan=plan, force=force)
+                job = replace(request.job, plan=plan, force=force, profile_steps=recorded)
                 join(replace(request, job=job), foreign, quiet=quiet)
             except AnygaugeError as error:
                 foreign.report(str(error))
@@ -77,6 +81,7 @@ def train(
     request = read_request(
         run_file, set_, flags, need_device=not dry_run, look_at_files=not no_model
     )
+    request = replace(request, job=replace(request.job, profile_steps=recorded))
     if dry_run:
         from anygauge.cli.dry_run import show_dry_run
 
@@ -105,15 +110,18 @@ def launch(
         bool, typer.Option("--dry-run", help="Show the plan; start and write nothing.")
     ] = False,
     plan: PlanOption = None,
+    profile: ProfileOption = None,
     force: ForceOption = False,
     quiet: QuietOption = False,
 ) -> None:
     """Start a run through its launcher and follow it, or write what the launcher would do."""
     flags = _flag_fields(backend, devices, nodes, launcher, output, resume)
+    recorded = read_steps(profile)
     described = dry_run or render is not None
     if not described:
         _refuse_a_rank()
     request = read_request(run_file, set_, flags, need_device=not described)
+    request = replace(request, job=replace(request.job, profile_steps=recorded))
     if render is not None:
         from anygauge.cli.render import write_plan
         from anygauge.launch.prepare import without_checks

@@ -21,6 +21,7 @@ from anygauge.interface.options import *
 from anygauge.interface.placement import *
 from anygauge.interface.plugins import *
 from anygauge.interface.probe import *
+from anygauge.interface.profiler import *
 from anygauge.interface.strategy import *
 from anygauge.interface.support import *
 from anygauge.util.errors import *

@@ -21,12 +21,15 @@ from anygauge.util.section import (
     first_complaint,
 )
 
-__all__ = ["ACCEPTED", "ATTEMPTS", "Job", "LaunchSettings"]
+__all__ = ["ACCEPTED", "ATTEMPTS", "PROFILE", "Job", "LaunchSettings"]
 
 ATTEMPTS = "attempts"
 """In a run directory: a folder for each start that resumed the run, with its resolved run, job
 file, environment and logs. Nothing in it is moved. A start that its ranks refuse leaves nothing
 else behind."""
+
+PROFILE = "profile"
+"""In a run directory: what ``--profile`` recorded, in ``FROM-TO/rankN``."""
 
 ACCEPTED = "accepted"
 """In the folder of such a start, once its ranks have accepted to go on with the run."""
@@ -151,6 +154,7 @@ class Job:
     expected_step_s: float | None = None
     auto_form: int | None = None
     strategy_why: str = ""
+    profile_steps: tuple[int, int] = (0, 0)
 
     @property
     def collectives_record(self) -> str:

@@ -8,10 +8,12 @@ touches a device before `open`.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from anygauge.interface.profiler import profile_with_torch, record_memory_history
 from anygauge.util.errors import NotAvailableError
 
 if TYPE_CHECKING:
@@ -196,6 +198,21 @@ class Placement:
             isinstance(error, RuntimeError)
             and any(text in str(error) for text in self.out_of_memory_texts)
         )
+
+    # -- looking inside --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def profile(self, folder: Path) -> Iterator[None]:
+        """Record what the device and the host do within, and write it into a folder: a timeline,
+        and what memory held. By torch's profiler, and the device's allocator where it can.
+
+        A vendor that has its own profiler starts that; its files may have other names.
+
+        Args:
+            folder: exists, and is this rank's alone.
+        """
+        with record_memory_history(self._module(), folder), profile_with_torch(self, folder):
+            yield
 
     # -- randomness ------------------------------------------------------------------------
 

@@ -12,7 +12,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import ACCEPTED, ATTEMPTS, AnygaugeError, Job, RunningJob, UsageError
+from anygauge.interface import (
+    ACCEPTED,
+    ATTEMPTS,
+    PROFILE,
+    AnygaugeError,
+    Job,
+    RunningJob,
+    UsageError,
+)
 from anygauge.util.files import part_of, read_json, read_text, write_text
 from anygauge.util.run_lock import LOCK, open_lock
 
@@ -38,7 +46,7 @@ _FILES = re.compile(
     r"|metrics\.jsonl|events\.jsonl|environment-node[0-9]+\.json|(wandb|mlflow)-run\.json"
     r"|rendezvous(-[0-9]+)?|slurm\.sh|checkpoint-now"
 )
-_FOLDERS = ("logs", "ranks", "tensorboard", "wandb", ATTEMPTS)
+_FOLDERS = ("logs", PROFILE, "ranks", "tensorboard", "wandb", ATTEMPTS)
 
 
 def choose_run_directory(wanted: Path, *, resume: bool) -> Path:

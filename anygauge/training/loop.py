@@ -27,6 +27,7 @@ from anygauge.interface import (
 )
 from anygauge.training.checkpoints.manager import CheckpointManager
 from anygauge.training.evaluation import EVAL, EvaluationSources, early_stop
+from anygauge.training.profiled_steps import StepProfiler
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import learning_rate
 from anygauge.training.step_results import MetricsLogger, PendingSteps
@@ -47,6 +48,7 @@ class Loop:
         evaluations: of each source of the evaluation rows; none where there are no such rows.
         pending: steps that the device was given, until they are read.
         progress: gets where this rank is.
+        profiler: records some steps.
         start: steps that were done before, in the part of the run that this one resumes.
     """
 
@@ -61,6 +63,7 @@ class Loop:
     checkpoints: CheckpointManager
     settings: TrainSection
     progress: Progress
+    profiler: StepProfiler
     start: int = 0
 
     def run(self) -> StopReason:
@@ -79,7 +82,7 @@ class Loop:
         if self.why_early():
             return "early_stopping"
         with Prefetcher(self.batches.step, steps, STEPS_AHEAD, name="batches-ahead") as ahead:
-            for index in range(self.start, steps):
+            for index in self.profiler.over(range(self.start, steps)):
                 self.progress.enter(f"step {index + 1}, forward and backward")
                 pending.begin()
                 tokens = self._loss_tokens(index)

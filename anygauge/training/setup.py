@@ -69,6 +69,7 @@ from anygauge.training.checkpoints.manager import (
 from anygauge.training.evaluation import EvaluationSources, evaluation_sources, probe_logits
 from anygauge.training.loop import Loop
 from anygauge.training.optimizer import optimizer_factory
+from anygauge.training.profiled_steps import StepProfiler
 from anygauge.training.progress import Progress
 from anygauge.training.schedule import peak_advice, rates_differ
 from anygauge.training.step_results import History, MetricsLogger, PendingSteps
@@ -229,6 +230,16 @@ def prepare_run(
     for change in changes:
         rank.log(f"changed since: {change}")
     starting = factory if start is None else cast("ModelFactory", ResumedFactory(factory, start))
+    profiler = StepProfiler(
+        placement=backend.placement,
+        progress=rank.progress,
+        steps=range(*job.profile_steps),
+        folder=folder,
+        rank=rank.index,
+        log=rank.events.message,
+    )
+    if not job.resume:  # another attempt may begin behind them
+        profiler.check(0 if start is None else start.step, batches.steps)
     engine = strategy.build(
         BuildContext(
             factory=starting,
@@ -368,6 +379,7 @@ def prepare_run(
         checkpoints=manager,
         settings=run.train,
         progress=rank.progress,
+        profiler=profiler,
         start=done,
     )
     return PreparedRun(

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from anygauge.interface import MemoryStats, NotAvailableError, Placement, file_texts
+from anygauge.interface import (
+    MemoryStats,
+    NotAvailableError,
+    Placement,
+    file_texts,
+    profile_with_torch,
+)
 from anygauge_hpu.environment import LAZY_VARIABLE, MODULE_VARIABLE, MODULES_VARIABLE, Mode
 from anygauge_hpu.probe import PACKAGE, PATTERNS, is_fork, modules_here, why_missing
 
@@ -118,3 +127,24 @@ class HpuPlacement(Placement):
         return MemoryStats(
             in_use=int(stats["InUse"]), peak=int(stats["MaxInUse"]), limit=int(stats["Limit"])
         )
+
+    # -- looking inside --------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def profile(self, folder: Path) -> Iterator[None]:
+        """Record by Gaudi's own profiler, which its software registers with torch's and which is
+        named to it, and write the allocator's own table, ``memory.txt``, beside the timeline.
+
+        The software switches it on as it is imported (``HABANA_PROFILE=profile_api_light``), unless
+        that variable is set; with ``0`` only the host is recorded. Sources: gaudi-pytorch-bridge
+        1.19, habana_frameworks/torch/core/__init__.py, hpu/memory.py; optimum-habana, utils.py
+        (HabanaProfile), which names both activities, too.
+        """
+        from torch.profiler import ProfilerActivity
+
+        activities = (ProfilerActivity.CPU, ProfilerActivity.HPU)
+        # Nothing shows that the allocator reports to torch's profiler.
+        with profile_with_torch(self, folder, activities=activities, allocations=False):
+            yield
+        text = str(self._module().memory_summary())
+        (folder / "memory.txt").write_text(text, encoding="utf-8")

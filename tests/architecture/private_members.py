@@ -18,8 +18,12 @@ from pathlib import Path
 from tests.architecture.repository import ROOT, packages
 
 OURS = re.compile(r"anygauge(_\w+)?(\.|$)")
-DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"}
-"""Public all the same: of `os` and of named tuples."""
+DOCUMENTED = {"_asdict", "_exit", "_fields", "_replace"} | {
+    "_dump_snapshot",
+    "_record_memory_history",
+}
+"""Public all the same: of `os`, of named tuples, and of torch's page *Understanding CUDA Memory
+Usage*."""
 BY_NAME = {"attrgetter", "delattr", "getattr", "hasattr", "methodcaller", "object", "setattr"}
 """Functions, and `mock.patch.object`, that take the name of a member."""
 MODULE = re.compile(r"[a-z]\w*(\.\w+)*\._[a-zA-Z]\w*(\.\w+)*")

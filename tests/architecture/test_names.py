@@ -98,6 +98,7 @@ WAIVERS = {
         "zero_force_ds_cpu_optimizer",
     ): "a field of DeepSpeed's",
     (CORE / "training/trackers/services.py", "auto_log_cpu"): "an option of Trackio's",
+    (CORE / "interface/profiler.py", "self_cpu_memory_usage"): "a member of torch's profiler",
     (
         CORE / "launch/rank_environment.py",
         "sys/devices/system/cpu/cpu",

@@ -94,6 +94,28 @@ except Exception as error:
 print(json.dumps(found))
 """
 
+PROFILED = """
+import json, sys, torch
+from pathlib import Path
+from unittest import mock
+from anygauge_hpu.backend import HpuBackend
+
+folder = Path(FOLDER)
+with HpuBackend() as backend:
+    device = backend.open(0)
+    with mock.patch("torch.profiler.profile", wraps=torch.profiler.profile) as made:
+        with backend.placement.profile(folder):
+            torch.ones(4, device=device).sum()
+given = made.call_args.kwargs
+found = {
+    "activities": [each.name for each in given["activities"]],
+    "allocations": given["profile_memory"],
+    "files": sorted(each.name for each in folder.iterdir()),
+    "table": (folder / "memory.txt").read_text().splitlines()[0],
+}
+print(json.dumps(found))
+"""
+
 CHANGES = {
     "a method's argument": (
         "torch/hpex/normalization/__init__.py",
@@ -184,4 +206,17 @@ def test_a_parameter_that_moves_is_replaced_and_stays_shared(tmp_path: Path, by:
         "devices": ["hpu", "hpu"],
         "a leaf": False,
         "of a module that never moved": "AttributeError",
+    }
+
+
+@needs_cards
+def test_a_profile_names_gaudis_own_profiler_and_has_its_allocators_table(tmp_path: Path) -> None:
+    (folder := tmp_path / "profile").mkdir()
+    script = PROFILED.replace("FOLDER", repr(str(folder)))
+    found = json.loads(on_standin(script, tmp_path)[-1])
+    assert found == {
+        "activities": ["CPU", "HPU"],
+        "allocations": False,
+        "files": ["memory.json", "memory.txt", "trace.json.gz"],
+        "table": "PyTorch HPU memory summary",
     }

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -75,3 +77,40 @@ def test_pinning_names_the_device_in_each_thread(monkeypatch: pytest.MonkeyPatch
     assert placement.chosen == [torch.device("cpu")] * 2
     unpinned = Queued(False)
     assert unpinned.pin(batch)["ids"] is batch["ids"] and not unpinned.chosen
+
+
+def test_a_profile_has_each_allocation_where_the_device_records_them(tmp_path: Path) -> None:
+    asked: list[Any] = []
+
+    def dump(path: str) -> None:
+        asked.append("dump")
+        Path(path).write_bytes(b"history")
+
+    memory = SimpleNamespace(
+        _record_memory_history=lambda **given: asked.append(given), _dump_snapshot=dump
+    )
+    module = {
+        **{"synchronize": lambda: asked.append("wait"), "memory": memory},
+        **{"memory_allocated": lambda: 3, "max_memory_allocated": lambda: 5},
+    }
+    with Queued(True, **module).profile(tmp_path):
+        torch.ones(8) @ torch.ones(8)
+    assert asked == [{"max_entries": 100_000}, "wait", "wait", "dump", {"enabled": None}]
+    names = {"memory.json", "memory.pickle", "trace.json.gz"}
+    assert {each.name for each in tmp_path.iterdir()} == names
+    table = json.loads((tmp_path / "memory.json").read_text())
+    assert (table["unit"], table["after"]["in_use"], table["after"]["peak"]) == ("bytes", 3, 5)
+    assert sum(each["bytes"] for each in table["host_operations"]) >= 2 * 8 * 4
+
+
+def test_the_history_is_written_also_where_memory_ran_out(tmp_path: Path) -> None:
+    written: list[str] = []
+    memory = SimpleNamespace(
+        _record_memory_history=lambda **_: None, _dump_snapshot=lambda path: written.append(path)
+    )
+    module = {"memory": memory, "synchronize": lambda: None, "memory_allocated": lambda: 0}
+    placement = Queued(True, **module, max_memory_allocated=lambda: 0)
+    with pytest.raises(torch.OutOfMemoryError), placement.profile(tmp_path):
+        raise torch.OutOfMemoryError
+    assert written == [str(tmp_path / "memory.pickle")]
+    assert not (tmp_path / "trace.json.gz").exists()

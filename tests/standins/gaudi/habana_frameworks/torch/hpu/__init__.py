@@ -25,6 +25,7 @@ from .memory import (
     memory_cached,
     memory_reserved,
     memory_stats,
+    memory_summary,
     reset_peak_memory_stats,
 )
 from .random import (

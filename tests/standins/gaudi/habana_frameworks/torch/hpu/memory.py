@@ -34,6 +34,11 @@ def memory_stats(device=None):
     return _stats(device)
 
 
+def memory_summary(device=None):
+    lines = (f"| {name} | {value} |" for name, value in _stats(device).items())
+    return "PyTorch HPU memory summary\n" + "\n".join(lines) + "\n"
+
+
 def memory_allocated(device=None):
     return _stats(device)["InUse"]
 
