@@ -16,7 +16,7 @@
 #   make test-gaudi-stack   the tests of what touches transformers, peft and DeepSpeed, with the versions
 #                    that go with older releases of Gaudi (the extra hpu-lazy), in an environment of
 #                    their own (.venv-gaudi; docs/stacks.md)
-#   make test-lowest    the tests of run files, plugins, rows, models and training, with the oldest version
+#   make test-lowest    the tests of run files, plugins, rows and models, with the oldest version
 #                    of each package that pyproject.toml allows (.venv-lowest; docs/stacks.md); a download
 #                    of 3 GB, half an hour
 #   make image-cpu   build the container image for CPUs without Docker, and run the demo inside it, cut
@@ -172,7 +172,7 @@ $(LOWEST)/.installed: pyproject.toml
 	    --no-build-isolation "$$(grep '^deepspeed==' $(LOWEST)/all.txt)" --editable .
 	@touch $@
 
-LOWEST_TESTS := $(addprefix tests/,config registry interface util data models training strategies)
+LOWEST_TESTS := $(addprefix tests/,config registry interface data models)
 
 test-lowest: $(LOWEST)/.installed
 	@$(LOWEST)/bin/python -m pytest $(QUICK) $(DISTRIBUTED) $(LOWEST_TESTS)
