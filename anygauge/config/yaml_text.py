@@ -76,5 +76,7 @@ def write_yaml(values: Mapping[str, Any]) -> str:
 
 def write_flow(value: Any) -> str:
     """One value as YAML on one line."""
-    text = yaml.dump([value], Dumper=_Dumper, default_flow_style=True, width=math.inf)
+    text = yaml.dump(
+        [value], Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=math.inf
+    )
     return text.strip()[1:-1]

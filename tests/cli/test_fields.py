@@ -38,7 +38,7 @@ def test_type_and_default() -> None:
     done = called(["fields", "train.schedule.warmup_ratio"])
     assert done.stdout == (
         "train.schedule\n"
-        "Learning rate over the run: linear warmup, then one of three shapes.\n"
+        "Learning rate over the run: linear warmup, then one of four shapes.\n"
         "  train.schedule.warmup_ratio  (number >= 0 and <= 1; default 0)\n"
         "      The same as a share of all steps.\n"
     )
@@ -48,8 +48,8 @@ def test_type_and_default() -> None:
 @pytest.mark.parametrize(
     ("word", "first", "count"),
     [
-        ("train.schedule", "train.schedule.name", 4),
-        ("schedule", "train.schedule.name", 6),
+        ("train.schedule", "train.schedule.name", 7),
+        ("schedule", "train.schedule.name", 9),
         ("Adapter.R", "adapter.r", 1),
         ("slurm", "launch.options.grace_s", 16),
         ("tracker wandb", "tracker_options.wandb.project", 7),
