@@ -40,7 +40,10 @@ def answers(
         ("anygauge plan run.yaml --set tracker_options.jsonl", ["tracker_options.jsonl.path="]),
         (
             "anygauge train run.yaml --set train.schedule.name=",
-            [f"train.schedule.name={shape}" for shape in ("constant", "linear", "cosine")],
+            [
+                f"train.schedule.name={shape}"
+                for shape in ("constant", "linear", "cosine", "warmup_stable_decay")
+            ],
         ),
         (
             "anygauge train run.yaml --set adapter.dora=",

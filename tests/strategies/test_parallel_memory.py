@@ -27,7 +27,7 @@ from anygauge.strategies.shared.exchanges import (
 from tests.helpers.runs import TINY
 from tests.planning import standins
 from tests.planning.standins import run
-from tests.strategies.test_architectures import MODELS
+from tests.strategies.test_architectures import COMPUTES_BY_ITSELF
 
 LENGTH, BATCH = 64, 2
 CONFIG = {**TINY, "num_hidden_layers": 4, "vocab_size": 512}
@@ -82,8 +82,8 @@ def test_the_attention_of_a_run_is_left_alone_and_eager_ones_exchange_heads() ->
 
 
 def test_attention_that_takes_no_other_is_refused() -> None:
-    with pytest.raises(UnsupportedError, match=r"GPTJ.*strategy\.cp: 1, or .* strategy\.tp"):
-        planned(CP, config=MODELS["gptj"])
+    with pytest.raises(UnsupportedError, match=r"GPTNeo.*strategy\.cp: 1, or .* strategy\.tp"):
+        planned(CP, config=COMPUTES_BY_ITSELF)
 
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 4), (3, 3), (4, 2), (4, 8), (4, 12)])
