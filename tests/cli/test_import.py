@@ -353,6 +353,85 @@ def test_the_published_gaudi_command_is_the_example_but_for_marked_lines(tmp_pat
         assert re.search(rf"\b{name}\b", head), name
 
 
+BEST = {"checkpoint.result": "best"}
+EARLY = {"train.early_stopping.patience": 3}
+BY_STEPS = {"eval_strategy": "steps", "eval_steps": 10, "save_steps": 20}
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "fields", "said"),
+    [
+        (
+            AXOLOTL,
+            {**BY_STEPS, "early_stopping_patience": 3},
+            EARLY | BEST,
+            "checkpoint.result: the best",
+        ),
+        (AXOLOTL, {**BY_STEPS, "early_stopping_patience": 3, "save_steps": 15}, EARLY, ""),
+        (AXOLOTL, {"early_stopping_patience": 3}, None, "train.early_stopping, with train.eval"),
+        (LLAMAFACTORY, {"early_stopping_steps": 3}, EARLY, ""),
+        (
+            LLAMAFACTORY,
+            {**BY_STEPS, "load_best_model_at_end": True},
+            BEST,
+            "checkpoint.result: the best",
+        ),
+        (
+            LLAMAFACTORY,
+            {**BY_STEPS, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"},
+            BEST,
+            "",
+        ),
+        (
+            LLAMAFACTORY,
+            {**BY_STEPS, "load_best_model_at_end": True, "metric_for_best_model": "accuracy"},
+            None,
+            "goes by the evaluation loss",
+        ),
+        (
+            LLAMAFACTORY,
+            {"eval_strategy": "epoch", "eval_steps": None, "load_best_model_at_end": True},
+            None,
+            "checkpoint.result: best, with train.eval_every",
+        ),
+        (LLAMAFACTORY, {"save_strategy": "best"}, {"checkpoint.keep_best": 1}, ""),
+        (LLAMAFACTORY, {"full_determinism": True}, {"train.deterministic": True}, ""),
+        (
+            LLAMAFACTORY,
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 20, "min_lr_ratio": 0.1},
+            },
+            {
+                "train.schedule.name": "warmup_stable_decay",
+                "train.schedule.num_decay_steps": 20,
+                "train.schedule.final_ratio": 0.1,
+            },
+            "",
+        ),
+    ],
+)
+def test_when_a_run_ends_and_what_its_result_is(
+    tmp_path: Path,
+    base: dict[str, Any],
+    values: dict[str, Any],
+    fields: dict[str, Any] | None,
+    said: str,
+) -> None:
+    beside = [write(tmp_path, "sets.json", DATA_SETS), write(tmp_path, "ds.json", DEEPSPEED)]
+    file = write(tmp_path, "a.yaml", {**base, **values})
+    done = called(["import", file, *(beside if base is LLAMAFACTORY else [])])
+    if fields is None:
+        assert (done.returncode, done.stdout) == (2, "")
+        assert said in done.stderr
+        return
+    assert done.returncode == 0, done.stderr
+    assert said in done.stdout
+    found = dict(flat(yaml.safe_load(done.stdout)))
+    assert fields.items() <= found.items()
+    assert {"checkpoint.result", "train.early_stopping.patience"} & found.keys() <= fields.keys()
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 
@@ -362,7 +441,7 @@ def test_the_published_gaudi_command_is_the_example_but_for_marked_lines(tmp_pat
         ({"rl": "dpo"}, "rl: dpo: instead: TRL"),
         ({"qat": {"group_size": 32}}, "qat: {group_size: 32}: instead"),
         ({"optimizer": "muon"}, "optimizer: muon: instead: train.optimizer.name: adamw"),
-        ({"lr_scheduler": "rex"}, "train.schedule.name: constant, linear or cosine"),
+        ({"lr_scheduler": "rex"}, "train.schedule.name: constant, linear, cosine, warmup"),
         ({"sequence_lenn": 12}, "sequence_lenn: 12: instead: no key of Axolotl's that is known"),
         ({"base_model": "x/Llama-GPTQ"}, "the model that it was made from"),
         ({"chat_template": "aya"}, "templates/aya.jinja"),

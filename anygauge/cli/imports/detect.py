@@ -25,37 +25,37 @@ READ = (
     "it reads an Axolotl or LLaMA-Factory YAML, TrainingArguments or an SFTConfig as JSON or YAML, "
     "and a shell command with optimum-habana's run_lora_clm.py"
 )
-_LLAMAFACTORY = set(
-    [
-        "finetuning_type",
-        "stage",
-        "cutoff_len",
-        "dataset_dir",
-        "lora_rank",
-        "template",
-        "lora_target",
-    ]
-)
-_TRL = set(
-    [
-        "max_length",
-        "dataset_text_field",
-        "assistant_only_loss",
-        "completion_only_loss",
-        "dataset_name",
-        "lora_r",
-        "use_peft",
-        "packing_strategy",
-        "padding_free",
-        "loss_type",
-        "chat_template_path",
-        "eval_packing",
-        "load_in_4bit",
-    ]
-)
-_TRAINER = set(
-    ["per_device_train_batch_size", "num_train_epochs", "lr_scheduler_type", "optim", "output_dir"]
-)
+_LLAMAFACTORY = {
+    "finetuning_type",
+    "stage",
+    "cutoff_len",
+    "dataset_dir",
+    "lora_rank",
+    "template",
+    "lora_target",
+}
+_TRL = {
+    "max_length",
+    "dataset_text_field",
+    "assistant_only_loss",
+    "completion_only_loss",
+    "dataset_name",
+    "lora_r",
+    "use_peft",
+    "packing_strategy",
+    "padding_free",
+    "loss_type",
+    "chat_template_path",
+    "eval_packing",
+    "load_in_4bit",
+}
+_TRAINER = {
+    "per_device_train_batch_size",
+    "num_train_epochs",
+    "lr_scheduler_type",
+    "optim",
+    "output_dir",
+}
 _OTHERS: tuple[tuple[set[str], str], ...] = (
     ({"model", "data"}, "a run file of anygauge already: anygauge train {file}"),
     ({"train_dataset", "dist_config"}, "version 1 of LLaMA-Factory, whose files are not read"),

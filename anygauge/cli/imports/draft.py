@@ -1,8 +1,9 @@
 """A run file that grows from another tool's keys by a table, and what became of each key.
 
-A table (`tables/*.toml`) has three parts: a key is one of `ours`; it means `nothing` here, since it
+A table (`tables/*.toml`) sorts keys: one is one of `ours`; it means `nothing` here, since it
 sets speed, logging, naming, upload or telemetry alone; or it is `not_offered`, with the nearest
 thing. Of the last, values are harmless that say what anygauge does anyway: off, or as listed.
+Fields that are the same for all of a tool's files are `fixed`.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ def load_table(*names: str) -> dict[str, dict[str, Any]]:
         "nothing": {},
         "not_offered": {},
         "harmless": {},
+        "fixed": {},
     }
     for name in names:
         text = (Path(__file__).parent / "tables" / f"{name}.toml").read_text()
@@ -191,6 +193,8 @@ class Draft:
             above: its name, for messages.
         """
         table, beside = load_table(*tables), dict[str, list[str]]()
+        for path, value in table["fixed"].items():
+            self.put(path, value, self.tool)
         for key, value in {**(self.keys if values is None else values)}.items():
             last = key.rpartition(".")[2] if above else key
             why = table["nothing"].get(key) or table["nothing"].get(last)

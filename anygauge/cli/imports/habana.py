@@ -62,7 +62,6 @@ def _value(word: str) -> Any:
 
 def read_habana(draft: Draft) -> None:
     """Read the options of the script and of `gaudi_spawn.py`."""
-    draft.put("backend", "hpu", "--use_habana")
     draft.devices = draft.devices or draft.number("world_size", 1)
     draft.take("use_deepspeed")
     lazy = draft.take("PT_HPU_LAZY_MODE") == 1 or draft.take("use_lazy_mode") is True

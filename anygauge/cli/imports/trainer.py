@@ -17,7 +17,13 @@ OPTIMIZERS = {
     "sgd": "sgd",
 }
 """Ours -> their names."""
-BEST = "checkpoint.keep_best: 1 keeps that checkpoint; the result is the last step's"
+PATIENCE = {"Axolotl": "early_stopping_patience", "LLaMA-Factory": "early_stopping_steps"}
+"""Tool -> its key for the evaluations without a lower loss after which a run ends."""
+WSD = "warmup_stable_decay"
+WSD_SETTINGS = {"num_decay_steps": "num_decay_steps", "decay_type": "decay_type"}
+WSD_SETTINGS |= {"min_lr_ratio": "final_ratio"}
+"""Its settings there -> fields of ours."""
+BY_STEPS = "with train.eval_every: evaluations are counted in steps"
 
 
 def read_trainer(draft: Draft) -> None:
@@ -134,11 +140,14 @@ def put_schedule(draft: Draft, key: str, usual: str) -> None:
         steps, ratio = None, steps
     if name == "cosine_with_min_lr" and (least := settings.pop("min_lr_rate", None)) is not None:
         draft.put("train.schedule.final_ratio", least, f"lr_scheduler_kwargs: min_lr_rate: {least}")
+    if name == WSD:
+        for theirs, field in WSD_SETTINGS.items():
+            draft.put(f"train.schedule.{field}", settings.pop(theirs, None), "lr_scheduler_kwargs")
     ours = {"constant_with_warmup": "constant"}.get(name, name)
-    if draft.at("train.schedule.final_ratio") is not None:
+    if name == "cosine_with_min_lr" and draft.at("train.schedule.final_ratio") is not None:
         ours = "cosine"
-    if ours not in ("constant", "linear", "cosine") or settings:
-        draft.block(key, [name, settings], "train.schedule.name: constant, linear or cosine")
+    if ours not in ("constant", "linear", "cosine", WSD) or settings:
+        draft.block(key, [name, settings], f"train.schedule.name: constant, linear, cosine, {WSD}")
         return
     draft.put("train.schedule.name", ours, f"{key}: {name}")
     if name == "constant":
@@ -178,7 +187,7 @@ def put_precision(draft: Draft, usual: str) -> None:
 
 
 def put_evaluation(draft: Draft) -> None:
-    """When it evaluates and saves, which is not part of the result."""
+    """When it evaluates and saves; and which weights are the result, where that decides it."""
     often = draft.take("eval_strategy", draft.take("evaluation_strategy", "no"))
     every, save, steps = (draft.take(key) for key in ("eval_steps", "save_strategy", "save_steps"))
     if isinstance(every, int) and (often == "steps" or draft.tool == "Axolotl"):
@@ -187,14 +196,41 @@ def put_evaluation(draft: Draft) -> None:
         draft.skip("eval_strategy", f"{often}, eval_steps: {every}; here at the end", "logging")
     if save in ("no", False):
         draft.put("checkpoint.every", 0, "save_strategy: no")
+    elif save == "best" and draft.at("train.eval_every"):
+        draft.put("checkpoint.keep_best", 1, "save_strategy: best")
     elif save == "best":
-        draft.block("save_strategy", save, BEST)
+        draft.block("save_strategy", save, f"checkpoint.keep_best, {BY_STEPS}")
     elif save in ("steps", None) and isinstance(steps, int):
         draft.put("checkpoint.every", steps, f"save_steps: {steps}")
+    _put_choice(draft, steps)
     resume = draft.take("resume_from_checkpoint", False)
     if resume is not False:
         origin = draft.origin("resume_from_checkpoint", resume)
         draft.put("checkpoint.resume", "auto" if resume is True else draft.path(resume), origin)
+
+
+def _put_choice(draft: Draft, save_steps: Any) -> None:
+    """Early stopping, and the best checkpoint as the result; both by the evaluation loss."""
+    every, key = draft.at("train.eval_every"), PATIENCE.get(draft.tool, "")
+    patience, best = draft.number(key), draft.take("load_best_model_at_end", False)
+    if draft.keys.get("metric_for_best_model") in ("loss", "eval_loss"):
+        draft.take("metric_for_best_model")
+    if patience and every:
+        draft.put("train.early_stopping.patience", patience, f"{key}: {patience}")
+    elif patience:
+        draft.block(key, patience, f"train.early_stopping, {BY_STEPS}")
+    origin = "load_best_model_at_end: true"
+    # Axolotl ends early with the best one, if each checkpoint comes with an evaluation.
+    if draft.tool == "Axolotl" and patience and every:
+        together = isinstance(save_steps, int) and save_steps % every == 0
+        best, origin = together, f"as Axolotl does with {key}"
+    if best and every:
+        draft.put("checkpoint.result", "best", origin)
+        if save_steps != every:
+            draft.change("checkpoint.result: the best evaluation's weights; there, the best of "
+                         "those evaluations that have a checkpoint")  # fmt: skip
+    elif best:
+        draft.block("load_best_model_at_end", best, f"checkpoint.result: best, {BY_STEPS}")
 
 
 def put_folder(draft: Draft) -> None:
