@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 ROWS = "Rows to evaluate on, laid out as those of the run: a file, an address or a hub name."
 NAME = "evaluate"
+LARGEST_EXPONENT = math.log(sys.float_info.max)
 
 
 def evaluate(
@@ -53,7 +54,8 @@ def evaluate(
     shutil.rmtree(folder)
     record = report["evaluations"][0]
     loss = math.nan if record["eval_loss"] is None else record["eval_loss"]
-    found = {"loss": loss, "perplexity": math.exp(loss), "loss_tokens": record["eval_tokens"]}
+    perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
+    found = {"loss": loss, "perplexity": perplexity, "loss_tokens": record["eval_tokens"]}
     used = origin.adapter and str(origin.adapter)
     found |= {"rows": report["data"], "model": model, "adapter": used, "ranks": devices}
     found |= {name: report[name] for name in ("backend", "strategy")}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import sys
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,6 +20,8 @@ _NEEDED = {
     "model.name": "the file names no model",
     "data.train.path": "the file names no rows",
 }
+PATHS = (".path", "model.name", ".tokenizer", ".chat_template", ".start_from")
+"""How fields of ours end that may name a file or folder."""
 
 
 def import_(
@@ -80,7 +81,9 @@ def _set(draft: Draft, overrides: list[str]) -> None:
     if problems:
         raise run_file_error("--set", problems)
     for path, value in flatten_values(tree):
-        is_path = path.endswith((".path", ".name", ".tokenizer", ".chat_template", ".start_from"))
+        is_path = path.endswith(
+            (".path", "model.name", ".tokenizer", ".chat_template", ".start_from")
+        )
         draft.put(path, draft.path(value) if is_path else value, "--set")
 
 
@@ -110,16 +113,13 @@ def _check(draft: Draft, text: str) -> None:
     from anygauge.config.load import load_run_file
 
     lines = text.splitlines()
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "run.yaml").write_text(text)
-        try:
-            load_run_file("run.yaml", cwd=Path(folder))
-        except RunFileError as error:
+    try:
+        load_run_file("run.yaml", cwd=draft.home, text=text)
+    except RunFileError as error:
 
-            def origin(match: re.Match[str]) -> str:
-                return f"{draft.file} ({lines[int(match[1]) - 1].partition('  # ')[2]})"
+        def origin(match: re.Match[str]) -> str:
+            return f"{draft.file} ({lines[int(match[1]) - 1].partition('  # ')[2]})"
 
-            said = re.sub(r"run\.yaml:(\d+)", origin, str(error)).replace(
-                "run.yaml", str(draft.file)
-            )
-            raise RunFileError(f"no run file can say this:\n{said}") from None
+        said = re.sub(r"run\.yaml:(\d+)", origin, str(error))
+        said = said.replace("run.yaml", str(draft.file))
+        raise RunFileError(f"no run file can say this:\n{said}") from None

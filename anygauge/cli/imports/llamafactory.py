@@ -27,22 +27,21 @@ FAMILIES = {
 """Its templates -> models whose own tokenizer has the template that it is like."""
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 COLUMNS |= {"system": "system", "history": "history"}
-TAGS = set(
-    [
-        "from",
-        "role",
-        "value",
-        "content",
-        "human",
-        "user",
-        "gpt",
-        "assistant",
-        "system",
-        "observation",
-        "tool",
-    ]
-)
-TAGS |= {"function_call", "function"}
+TAGS = {
+    "from",
+    "role",
+    "value",
+    "content",
+    "human",
+    "user",
+    "gpt",
+    "assistant",
+    "system",
+    "observation",
+    "tool",
+    "function_call",
+    "function",
+}
 
 
 def read_llamafactory(draft: Draft) -> None:
