@@ -3,7 +3,7 @@
 #   make demo        fine-tune a small model on this machine
 #   make plugins     build and install the devices of examples/plugins (C++: four minutes)
 #   make test        lint, types, import contracts, and the tests but the slow ones and those of the next
-#                    two; about ten minutes on two cores
+#                    two; about twelve minutes on two cores
 #   make test-kit    the conformance kit: over the devices of examples/plugins, whose own tests run too,
 #                    over the stand-in for Gaudi and over devices that are wrong; and docs/plugins.md
 #   make test-more   clouds, benchmarks, versions of images, what Triton's compiler makes of kernels, reports in a
