@@ -18,6 +18,10 @@ from anygauge.cli.imports.trainer import (
     put_schedule,
     put_share,
 )
+from anygauge.config.document import MOST_BYTES
+from anygauge.config.paths import NAMED_TEMPLATES
+from anygauge.data.template import FOLDER
+from anygauge.util.files import read_bounded
 
 UNREAD = {"test_value", "full_finetune", "base_model_ignore_patterns", "eta_min", "adam_eps"}
 UNREAD |= {"context_parapllel_size"}
@@ -25,6 +29,7 @@ UNREAD |= {"context_parapllel_size"}
 TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen3": "qwen3"}
 TEMPLATES |= {"mistral_v1": "mistral"}
 """Its chat templates -> ours, to the letter."""
+DROPS_SYSTEM = "{%- if messages[0].role == 'system' %}{% set messages = messages[1:] %}{% endif %}"
 FAMILIES = {
     "gemma3": "gemma-3-.*-it",
     "gemma3n": "gemma-3n-.*-it",
@@ -196,18 +201,21 @@ def _put_data(draft: Draft) -> None:
         sources["train"] = [*sources["train"], {**text, **whole, "type": "completion"}]
         draft.keys |= {"streaming": True, "sample_packing": draft.keys.get("sample_packing", True)}
         draft.take("pretrain_multipack_attn")
-    templates: list[Any] = []
+    templates: list[tuple[Any, bool]] = []
     for place, ones in sources.items():
         if found := [
             _source(draft, one, f"datasets[{at}]", templates) for at, one in enumerate(ones)
         ]:
             draft.tree.setdefault("data", {})[place] = found[0] if len(found) == 1 else found
-    chosen = {str(one or named or (jinja and "jinja")) for one in templates}
+    chosen = {(str(one or named or (jinja and "jinja")), drops) for one, drops in templates}
     if len(chosen) > 1:
-        draft.block("datasets: chat_template", sorted(chosen), "data.chat_template: one for all")
+        names = sorted({name for name, _ in chosen})
+        draft.block("datasets: chat_template", names, "data.chat_template: one for all")
     elif chosen:
-        name = chosen.pop()
+        name, drops = chosen.pop()
         _put_template(draft, jinja if name == "jinja" else name if name != "None" else None)
+        if drops:
+            _drop_system(draft)
     draft.put("data.loss_on", "all" if inputs else "answer", given("train_on_inputs", inputs))
     put_share(draft, "val_set_size")
     if draft.take("sample_packing"):
@@ -237,6 +245,18 @@ def _put_template(draft: Draft, name: Any) -> None:
                     "Axolotl is installed, or in a tree above this file")  # fmt: skip
 
 
+def _drop_system(draft: Draft) -> None:
+    """Have the chat template leave a first turn of the system out, which some refuse."""
+    chosen, origin = str(draft.at("data.chat_template") or ""), "drop_system_message: true"
+    file = FOLDER / f"{chosen}.jinja" if chosen in NAMED_TEMPLATES else draft.home / chosen
+    if "{" in chosen or file.is_file():
+        text = chosen if "{" in chosen else read_bounded(file, MOST_BYTES).decode()
+        draft.put("data.chat_template", DROPS_SYSTEM + text, origin)
+        draft.change("data.chat_template leaves a first system turn out, in answers to you as well")
+    else:
+        draft.block("datasets: drop_system_message", True, "data.chat_template: a file, without it")
+
+
 def _template_file(draft: Draft, name: str) -> Path | None:
     spec, place = find_spec("axolotl"), f"axolotl/utils/chat_templates/templates/{name}.jinja"
     homes = [Path(one).parent for one in (spec and spec.submodule_search_locations) or ()]
@@ -261,7 +281,8 @@ def _source(draft: Draft, one: Any, place: str, templates: list[Any]) -> dict[st
         found[SOURCE[key]] = Leaf(left[key], given(key, left.pop(key)))
     origin = given("type", kind)
     if kind in ("chat_template", "chat_template.default"):
-        templates.append(left.pop("chat_template_jinja", None) or left.pop("chat_template", None))
+        own, named = left.pop("chat_template_jinja", None), left.pop("chat_template", None)
+        templates.append((own or named, bool(left.pop("drop_system_message", False))))
         found |= _turns(draft, left, origin, place)
     elif kind in ("completion", "pretrain"):
         found |= {"format": Leaf("text", origin), "text": Leaf(left.pop("field", "text"), "field")}

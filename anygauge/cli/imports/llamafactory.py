@@ -17,6 +17,8 @@ FAMILIES = {
     "qwen3_nothink": "qwen3-",
     "qwen3_5": "qwen3[.]5",
     "qwen3_5_nothink": "qwen3[.]5",
+    "qwen3_vl": "qwen3-vl-.*instruct",
+    "qwen3_vl_nothink": "qwen3-vl-.*instruct",
     "qwen": "qwen2[.]5",
     "gemma": "gemma-(2-)?[0-9]+b-it",
     "gemma3": "gemma-3-.*-it",
@@ -139,6 +141,8 @@ def _put_data(draft: Draft, stage: Any) -> None:
         draft.change(
             f"template: {template} is written anew there; here the tokenizer's own is used"
         )
+        if template == "qwen3_vl":
+            draft.change("template: qwen3_vl begins answers with an empty <think> there, not here")
     elif template is not None:
         draft.block(
             "template", template, "data.chat_template: a file, or a name: docs/data.md#chats"

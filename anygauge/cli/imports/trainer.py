@@ -12,7 +12,7 @@ from anygauge.cli.imports.engine_files import put_engine
 OPTIMIZERS = {
     "adamw": "adamw_torch adamw_torch_fused adamw_hf adamw adamw_apex_fused adamw_torch_npu_fused "
     "paged_adamw paged_adamw_32bit",
-    "adamw_8bit": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit",
+    "adamw_8bit": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit",
     "lion": "lion lion_32bit",
     "sgd": "sgd",
 }
@@ -122,7 +122,7 @@ def put_optimizer(draft: Draft, key: str, usual: str) -> None:
     if name.startswith("paged"):
         paging = f"the paging of {name} (train.optimizer.paged)"
         draft.meaningless.setdefault("speed", []).append(paging)
-    if name == "adamw_torch_8bit":
+    if name in ("adamw_torch_8bit", "adamw_torch_4bit"):
         draft.change(f"{key}: {name} is torchao's; here the 8-bit AdamW of bitsandbytes")
     if ours == "sgd":
         draft.put("train.optimizer.momentum", 0.0, f"{key}: sgd has none")
