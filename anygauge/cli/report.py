@@ -8,18 +8,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
+from anygauge.cli.report_charts import MOST_RUNS, bar_chart, check_library, line_chart
+from anygauge.cli.report_runs import RunRecord, differences, number, part, read_run, text, when
 from anygauge.cli.shared_options import BackendOption
 from anygauge.interface import UsageError
 from anygauge.util.console import Console
 from anygauge.util.files import write_text
 from anygauge.util.text import format_bytes, format_time
-
-if TYPE_CHECKING:
-    from anygauge.cli.report_runs import RunRecord
 
 MARK = "<!doctype html><!-- anygauge report -->"
 """Begins every page, so that no other file is overwritten."""
@@ -54,9 +53,6 @@ def report(
     backend: BackendOption = None,
 ) -> None:
     """Write one HTML page about runs, side by side."""
-    from anygauge.cli.report_charts import MOST_RUNS, check_library
-    from anygauge.cli.report_runs import read_run
-
     if len(runs) > MOST_RUNS:
         raise UsageError(f"{len(runs)} runs: at most {MOST_RUNS} can be told apart on one page")
     found = [read_run(folder, label) for folder, label in zip(runs, _labels(runs), strict=True)]
@@ -78,8 +74,6 @@ def report(
 
 def _labels(folders: Sequence[Path]) -> list[str]:
     """A name for each run: its folder's, with that above it where two have one name."""
-    from anygauge.cli.report_runs import text
-
     whole = [folder.resolve() for folder in folders]
     names = [path.name for path in whole]
     return [
@@ -168,18 +162,17 @@ def _samples(
 # -- the page ----------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Chart:
-    """A chart and the same as a table.
+    """A chart and, below it, the same as a table of texts.
 
     Attributes:
-        svg: "" where there is nothing to draw; `note` says why.
-        rows: of the table, a header and a text for each column.
+        note: of what is drawn; why nothing is, where `svg` is "".
     """
 
     title: str
+    note: str
     svg: str = ""
-    note: str = ""
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
 
@@ -189,22 +182,20 @@ def page_of(runs: Sequence[RunRecord], samples: Sequence[Sample] = ()) -> str:
     from jinja2 import ChainableUndefined, Environment
     from markupsafe import Markup, escape
 
-    from anygauge.cli import report_runs
-
     events = [(at, number, what) for number, run in enumerate(runs) for at, what in run.events()]
     environment = Environment(
         autoescape=True,
         undefined=ChainableUndefined,
-        finalize=lambda value: value if isinstance(value, Markup) else report_runs.text(value),
+        finalize=lambda value: value if isinstance(value, Markup) else text(value),
     )
     environment.filters |= {
-        "duration": lambda value: format_time(report_runs.number(value) or 0.0),
-        "fixed": lambda value, form: format(report_runs.number(value) or 0.0, form),
-        "when": report_runs.when,
+        "duration": lambda value: format_time(number(value) or 0.0),
+        "fixed": lambda value, form: format(number(value) or 0.0, form),
+        "when": when,
     }
     page = environment.from_string(TEMPLATE.read_text(encoding="utf-8")).render(
         runs=runs,
-        differences=report_runs.differences(runs),
+        differences=differences(runs),
         charts=[*(_line(runs, *each) for each in LINES), _memory(runs), _time(runs)],
         events=sorted(events),
         samples=samples,
@@ -215,17 +206,14 @@ def page_of(runs: Sequence[RunRecord], samples: Sequence[Sample] = ()) -> str:
 
 
 def _line(runs: Sequence[RunRecord], field: str, title: str, unit: str, scale: float) -> Chart:
-    from anygauge.cli.report_charts import line_chart
-
     lines = [(at, "line", points) for at, run in enumerate(runs) if (points := run.series(field))]
     columns = [runs[at].label for at, _, _ in lines]
-    if field == "loss":
-        for at, run in enumerate(runs):
-            for name, points in run.evaluated().items():
-                lines.append((at, "dots", points))
-                columns.append(f"{run.label}, {name}")
+    for at, run in enumerate(runs) if field == "loss" else ():
+        for name, points in run.evaluated().items():
+            lines.append((at, "dots", points))
+            columns.append(f"{run.label}, {name}")
     if not lines:
-        return Chart(title=title, note=NO_LINE.get(field, "No step was recorded."))
+        return Chart(title, NO_LINE.get(field, "No step was recorded."))
     steps = sorted({step for _, _, points in lines for step, _ in points})
     shown = {steps[round(at * (len(steps) - 1) / (MOST_ROWS - 1))] for at in range(MOST_ROWS)}
     tables = [dict(points) for _, _, points in lines]
@@ -234,20 +222,12 @@ def _line(runs: Sequence[RunRecord], field: str, title: str, unit: str, scale: f
         for step in sorted(shown)
     ]
     note = "Lines: training. Dots: evaluation." if len(lines) > len(runs) else ""
-    return Chart(
-        title=title,
-        svg=line_chart(field, lines, unit=unit, scale=scale),
-        note=note,
-        columns=["step", *columns],
-        rows=rows,
-    )
+    drawn = line_chart(field, lines, unit=unit, scale=scale)
+    return Chart(title, note, drawn, ["step", *columns], rows)
 
 
 def _memory(runs: Sequence[RunRecord]) -> Chart:
     """What was planned of each phase, beside what was measured."""
-    from anygauge.cli.report_charts import bar_chart
-    from anygauge.cli.report_runs import part
-
     title, kinds = "Memory beside the plan", ("measured", "planned")
     found = [
         (f"{run.label[:14]}: {phase}", at, values)
@@ -255,35 +235,25 @@ def _memory(runs: Sequence[RunRecord]) -> Chart:
         for phase, values in run.memory().items()
     ]
     if not found:
-        return Chart(title=title, note="No memory was measured or planned.")
+        return Chart(title, "No memory was measured or planned.")
     process = any(part(run.report, "memory", "counted") == "process" for run in runs)
-    drawn = [(row, at, {k: values.get(k, 0.0) / GIB for k in kinds}) for row, at, values in found]
-    return Chart(
-        title=title,
-        svg=bar_chart("memory", drawn, unit="GiB, rank 0", stacked=False),
-        note="Measured: the whole process; planned: tensors alone." if process else "",
-        columns=["phase", *kinds],
-        rows=[
-            [row, *(format_bytes(values[k]) if k in values else "not known" for k in kinds)]
-            for row, _, values in found
-        ],
-    )
+    note = "Measured: the whole process; planned: tensors alone." if process else ""
+    bars = [(row, at, {k: values.get(k, 0.0) / GIB for k in kinds}) for row, at, values in found]
+    drawn = bar_chart("memory", bars, unit="GiB, rank 0", stacked=False)
+    rows = [
+        [row, *(format_bytes(values[k]) if k in values else "not known" for k in kinds)]
+        for row, _, values in found
+    ]
+    return Chart(title, note, drawn, ["phase", *kinds], rows)
 
 
 def _time(runs: Sequence[RunRecord]) -> Chart:
     """Where the time of each run's latest start went."""
-    from anygauge.cli.report_charts import bar_chart
-
-    found = [
-        (run.label[:20], at, split) for at, run in enumerate(runs) if (split := run.time_split())
-    ]
+    found = [(run.label[:20], at, run.time_split()) for at, run in enumerate(runs)]
+    found = [each for each in found if each[2]]
     if not found:
-        return Chart(title="Time", note="No step was recorded.")
-    parts = list(found[0][2])
-    return Chart(
-        title="Time",
-        svg=bar_chart("time", found, unit="seconds", stacked=True),
-        note="Warm-up: what the first steps took longer, mostly compilation.",
-        columns=["run", *parts],
-        rows=[[label, *(f"{split[each]:,.1f} s" for each in parts)] for label, _, split in found],
-    )
+        return Chart("Time", "No step was recorded.")
+    note = "Warm-up: what the first steps took longer, mostly compilation."
+    drawn = bar_chart("time", found, unit="seconds", stacked=True)
+    rows = [[row, *(f"{seconds:,.1f} s" for seconds in split.values())] for row, _, split in found]
+    return Chart("Time", note, drawn, ["run", *found[0][2]], rows)

@@ -31,28 +31,14 @@ PARTS = ((0.9, ""), (0.15, "////"), (0.45, ""), (0.15, "|||"))
 # Colors that no chart has otherwise; the page's style says what each is, in light and in dark.
 _INK, _GRID = "#010203", "#010204"
 _RUNS = tuple(f"#01030{at}" for at in range(MOST_RUNS))
-_NAMES = {
-    _INK: "ink",
-    _GRID: "grid",
-    **{color: f"run{at}" for at, color in enumerate(_RUNS)},
-}
-_STYLE = {
-    "font.size": 8.5,
-    "text.color": _INK,
-    "axes.edgecolor": _GRID,
-    "axes.labelcolor": _INK,
-    "axes.facecolor": "none",
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "grid.color": _GRID,
-    "xtick.color": _INK,
-    "ytick.color": _INK,
-    "hatch.linewidth": 0.6,
-    "svg.fonttype": "none",
-    "svg.hashsalt": "anygauge",
-    "text.parse_math": False,
+_NAMES = {_INK: "ink", _GRID: "grid", **{color: f"run{at}" for at, color in enumerate(_RUNS)}}
+_STYLE: dict[str, Any] = {
+    **dict.fromkeys(("text.color", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **dict.fromkeys(("axes.edgecolor", "grid.color"), _GRID),
+    **dict.fromkeys(("axes.axisbelow", "axes.grid"), True),
+    **dict.fromkeys(("axes.spines.top", "axes.spines.right", "text.parse_math"), False),
+    **{"font.size": 8.5, "hatch.linewidth": 0.6, "axes.facecolor": "none"},
+    **{"svg.fonttype": "none", "svg.hashsalt": "anygauge"},
 }
 
 
@@ -93,8 +79,8 @@ def _for_page(svg: str, name: str) -> str:
     svg = svg[svg.index("<svg") :]
     for useless in ("metadata", "style"):
         svg = re.sub(rf"<{useless}\b.*?</{useless}>", "", svg, flags=re.S)
-    svg = re.sub(r'(<svg\b[^>]*?) width="[^"]*"', r"\1", svg)
-    svg = re.sub(r'(<svg\b[^>]*?) height="[^"]*"', r"\1", svg)
+    for size in ("width", "height"):
+        svg = re.sub(rf'(<svg\b[^>]*?) {size}="[^"]*"', r"\1", svg)
     svg = re.sub(r'\bid="', f'id="{name}-', svg)
     svg = re.sub(r'(url\(|href=")#', rf"\1#{name}-", svg)
     for color, variable in _NAMES.items():
@@ -117,15 +103,10 @@ def line_chart(
         for run, kind, points in lines:
             steps, means, least, most = _blocks(points, scale)
             color, dots = _RUNS[run], kind == "dots"
-            axes.plot(
-                steps,
-                means,
-                color=color,
-                linestyle="none" if dots else LINES[run],
-                marker="o" if dots or len(steps) == 1 else None,
-                markersize=4,
-                linewidth=1.4,
-            )
+            look: dict[str, Any] = {"linestyle": "none" if dots else LINES[run], "linewidth": 1.4}
+            if dots or len(steps) == 1:
+                look |= {"marker": "o", "markersize": 4}
+            axes.plot(steps, means, color=color, **look)
             if len(steps) < len(points):
                 axes.fill_between(steps, least, most, color=color, alpha=0.2, linewidth=0)
         axes.set_xlabel("step")

@@ -59,7 +59,7 @@ def when(at: Any) -> str:
     return ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class RunRecord:
     """A run, as its folder shows it.
 
@@ -133,10 +133,9 @@ class RunRecord:
         for each in self.evaluations:
             what = f"{each['name']} after step {each['step']:.0f}: loss {each['eval_loss']:.4f}"
             found.append((each.get("time", 0.0), what))
-        for each in self.steps:
-            if "skipped" in each:
-                what = f"step {each['step']:.0f} changed no weight: its gradient was not finite"
-                found.append((each.get("time", 0.0), what))
+        for step in (each for each in self.steps if "skipped" in each):
+            what = f"step {step['step']:.0f} changed no weight: its gradient was not finite"
+            found.append((step.get("time", 0.0), what))
         for pattern in ("checkpoints/step-*", f"{PROFILE}/*-*", f"{ATTEMPTS}/*"):
             for path in self.folder.glob(pattern):
                 found.append((path.lstat().st_mtime, f"{path.parent.name}/{text(path.name)}"))
@@ -191,19 +190,9 @@ def read_run(folder: Path, label: str) -> RunRecord:
         elif "step" in numbers:
             steps[int(numbers["step"])] = numbers
     files = [_mapping(folder / f"{name}.json") for name in ("run", "job", "report", "versions")]
-    run, job, report, versions = files
-    return RunRecord(
-        folder=folder,
-        label=label,
-        run=run,
-        job=job,
-        report=report,
-        versions=versions,
-        steps=[steps[at] for at in sorted(steps)],
-        evaluations=evaluations,
-        ranks=[_mapping(path) for path in sorted((folder / "ranks").glob("rank*.json"))],
-        unreadable=unreadable,
-    )
+    ranks = [_mapping(path) for path in sorted((folder / "ranks").glob("rank*.json"))]
+    in_order = [steps[at] for at in sorted(steps)]
+    return RunRecord(folder, label, *files, in_order, evaluations, ranks, unreadable)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+from jinja2 import Environment
 
 from anygauge.cli.imports.draft import CONVERSIONS, load_table
 from anygauge.config.describe import sections
@@ -353,6 +354,51 @@ def test_the_published_gaudi_command_is_the_example_but_for_marked_lines(tmp_pat
         assert re.search(rf"\b{name}\b", head), name
 
 
+@pytest.mark.parametrize(
+    ("base", "values", "fields", "said"),
+    [
+        (
+            AXOLOTL,
+            {"optimizer": "adamw_torch_4bit"},
+            {"train.optimizer.name": "adamw_8bit"},
+            "adamw_torch_4bit is torchao's",
+        ),
+        (AXOLOTL, {"swanlab_new_key": 3}, {}, "swanlab_new_key: 3"),
+        (AXOLOTL, {"eta_min": 0.1}, {}, "eta_min: 0.1: Axolotl does not read this key"),
+        (
+            LLAMAFACTORY,
+            {"model_name_or_path": "Qwen/Qwen3-VL-4B-Instruct", "template": "qwen3_vl"},
+            {"data.chat_template": None},
+            "begins answers with an empty <think>",
+        ),
+    ],
+)
+def test_what_comes_near_says_how_it_differs(
+    tmp_path: Path, base: dict[str, Any], values: dict[str, Any], fields: Any, said: str
+) -> None:
+    beside = [write(tmp_path, "sets.json", DATA_SETS), write(tmp_path, "ds.json", DEEPSPEED)]
+    file = write(tmp_path, "a.yaml", {**base, **values})
+    done = called(["import", file, *(beside if base is LLAMAFACTORY else [])])
+    assert done.returncode == 0, done.stderr
+    head, _, text = done.stdout.partition("\n\n")
+    assert said in " ".join(head.replace("#", "").split())
+    found = dict(flat(yaml.safe_load(text)))
+    assert {name: found.get(name) for name in fields} == fields
+
+
+def test_a_template_leaves_the_system_out_where_axolotl_drops_it(tmp_path: Path) -> None:
+    source = {**AXOLOTL["datasets"][0], "drop_system_message": True}
+    values = {**AXOLOTL, "chat_template": "gemma", "datasets": [source]}
+    template = Environment().from_string(
+        imported(write(tmp_path, "a.yaml", values))["data.chat_template"]
+    )
+    turns = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    assert template.render(messages=turns) == template.render(messages=turns[1:])
+    own = {**values, "chat_template": "tokenizer_default"}
+    refused = called(["import", write(tmp_path, "a.yaml", own)])
+    assert "drop_system_message: true: instead: data.chat_template" in refused.stderr
+
+
 BEST = {"checkpoint.result": "best"}
 EARLY = {"train.early_stopping.patience": 3}
 BY_STEPS = {"eval_strategy": "steps", "eval_steps": 10, "save_steps": 20}
@@ -480,6 +526,8 @@ def test_what_changes_the_result_is_not_dropped(
         ("x.yaml", "base_model: a\nmicro_batch_size: -1", "counts from 1"),
         ("x.yaml", "base_model: a\nlearning_rate: x", "learning_rate: got x, expected"),
         ("x.yaml", "base_model: a\ndatasets: [rows]", "datasets[0]: got rows, expected a mapping"),
+        ("x.yaml", "base_model: a\ndatasets: 3", "datasets: got 3, expected a list"),
+        ("x.yaml", "base_model: a\nfsdp: 3", "fsdp: got 3, expected options as text or list"),
         ("x.yaml", "base_model: a\ndatasets: []", "--set data.train.path=...: the file names no"),
         ("x.yaml", "dataset_name: a/b\nmodel_name_or_path: c", "--set data.loss_on=...: TRL"),
         ("y.yaml", None, "no such file"),
@@ -514,17 +562,22 @@ def test_an_output_is_never_written_over(tmp_path: Path) -> None:
 # -- tables ------------------------------------------------------------------------------------
 
 
+def fields_of_a_run() -> set[str]:
+    return {".".join((*path, name)) for path, one in sections() for name in one.model_fields}
+
+
 @pytest.mark.parametrize("names", TABLES.values(), ids=TABLES)
 def test_a_key_has_one_rule_whose_field_there_is(names: tuple[str, ...]) -> None:
     table = load_table(*names)
     parts = [set(table[part]) for part in ("ours", "nothing", "not_offered")]
     assert sum(map(len, parts)) == len(set().union(*parts))
     assert set(table["harmless"]) <= parts[2]
-    fields = {".".join((*path, name)) for path, one in sections() for name in one.model_fields}
+    assert set(table["usual"]) <= fields_of_a_run()
+    fields = fields_of_a_run()
     for rule in table["ours"].values():
         path, _, conversion = rule.partition(": ")
         assert path in fields or path.startswith(("backend_options.", "strategy.options.")), path
-        assert conversion in CONVERSIONS
+        assert conversion in {*CONVERSIONS, "true", "auto", "pissa", "concatenate"}
     assert set(table["nothing"].values()) <= {"speed", "logging", "naming", "upload", "telemetry"}
 
 

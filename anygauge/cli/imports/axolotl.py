@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import re
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from anygauge.cli.imports import trainer
 from anygauge.cli.imports.draft import BLANK, Draft, Leaf, as_list, given, targets
 from anygauge.cli.imports.engine_files import put_engine
-from anygauge.cli.imports.trainer import (
-    put_batch,
-    put_evaluation,
-    put_folder,
-    put_optimizer,
-    put_precision,
-    put_schedule,
-    put_share,
-)
 from anygauge.config.document import MOST_BYTES
 from anygauge.config.paths import NAMED_TEMPLATES
 from anygauge.data.template import FOLDER
 from anygauge.util.files import read_bounded
 
-UNREAD = {"test_value", "full_finetune", "base_model_ignore_patterns", "eta_min", "adam_eps"}
-UNREAD |= {"context_parapllel_size"}
-"""Keys in Axolotl's own examples that Axolotl does not read."""
 TEMPLATES = {"chatml": "chatml", "llama3": "llama3", "gemma": "gemma", "qwen3": "qwen3"}
 TEMPLATES |= {"mistral_v1": "mistral"}
 """Its chat templates -> ours, to the letter."""
@@ -68,14 +58,7 @@ SOURCE_IDLE |= {"preprocess_shards"}
 
 def read_axolotl(draft: Draft) -> None:
     """Read Axolotl's keys."""
-    for key in sorted(UNREAD & draft.keys.keys()):
-        if (unread := draft.take(key)) is not None:
-            draft.change(
-                f"{given(key, unread)}: Axolotl does not read this key, and import neither"
-            )
-    name = draft.path(draft.keys.get("base_model"))
-    draft.keys["base_model"] = name
-    draft.copy("base_model", "model.name")
+    name = draft.copy("base_model", "model.name")
     if QUANTIZED.search(str(name)):
         draft.block("base_model", name, "the model that it was made from, with model.quantize")
     put_engine(draft)
@@ -84,24 +67,23 @@ def read_axolotl(draft: Draft) -> None:
     if whole and not draft.keys.get("gradient_accumulation_steps"):
         micro = draft.keys.get("micro_batch_size") or 1
         draft.keys["gradient_accumulation_steps"] = max(1, int(whole // micro))
-    put_batch(draft, "micro_batch_size", 1)
-    put_optimizer(draft, "optimizer", "adamw_torch_fused")
+    trainer.put_batch(draft, "micro_batch_size", 1)
+    trainer.put_optimizer(draft, "optimizer", "adamw_torch_fused")
     if draft.keys.get("warmup_steps") is None and draft.keys.get("warmup_ratio") is None:
         draft.keys["warmup_ratio"] = 0.03
         draft.change("warm-up: Axolotl's default is 3% of the steps, but at most 100 steps")
-    put_schedule(draft, "lr_scheduler", "cosine")
+    trainer.put_schedule(draft, "lr_scheduler", "cosine")
     for ours, theirs in (("bf16", "bfloat16"), ("fp16", "float16")):
         if draft.take(theirs) and not draft.keys.get(ours):
             draft.keys[ours] = True
-    put_precision(draft, "float32")
-    put_evaluation(draft)
-    put_folder(draft)
+    trainer.put_precision(draft, "float32")
+    trainer.put_evaluation(draft)
+    trainer.put_folder(draft)
     _put_adapter(draft)
     _put_data(draft)
     _put_vocabulary(draft)
     _put_rest(draft)
     draft.apply("axolotl")
-    draft.defaults(data__max_length=512, train__seed=42)
 
 
 def _put_ranks(draft: Draft) -> None:
@@ -110,12 +92,11 @@ def _put_ranks(draft: Draft) -> None:
     for key, field in DEGREES.items():
         size = draft.number(key, 1)
         if field == "cp" and size > 1 and draft.at("strategy.tp"):
-            draft.change(
-                f"{key}: {size}: tp and cp do not go together here; it takes fewer devices"
-            )
+            text = "tp and cp do not go together here; it takes fewer devices"
+            draft.change(f"{key}: {size}: {text}")
         elif size > 1:
             draft.put("strategy.name", "fsdp", given(key, size))
-            draft.put(f"strategy.{field}", size, given(key, size))
+            draft.note(f"strategy.{field}", size, key)
             ranks *= size
             # Ranks that share their rows count once in a batch.
             draft.sharing *= 1 if field.startswith("dp_") else size
@@ -125,17 +106,12 @@ def _put_ranks(draft: Draft) -> None:
 
 
 def _put_adapter(draft: Draft) -> None:
-    kind, four, eight = (
-        draft.take("adapter"),
-        draft.take("load_in_4bit"),
-        draft.take("load_in_8bit"),
-    )
+    kind, four, eight = map(draft.take, ("adapter", "load_in_4bit", "load_in_8bit"))
     settings = draft.mapping("bnb_config_kwargs")
     linear, names = draft.take("lora_target_linear"), draft.take("lora_target_modules")
     draft.take("lora_fan_in_fan_out")  # which peft finds out by itself
     if not kind:
-        for key in [key for key in draft.keys if re.match("lora_(?!.*kernel)|peft|loraplus", key)]:
-            del draft.keys[key]
+        draft.forget("lora_(?!.*kernel)|peft|loraplus")
         return
     if kind not in ("lora", "qlora"):
         draft.block("adapter", kind, "adapter: LoRA")
@@ -148,10 +124,8 @@ def _put_adapter(draft: Draft) -> None:
         draft.put("model.quantize.type", "int8", "load_in_8bit: true")
     if settings:
         draft.block("bnb_config_kwargs", settings, "model.quantize")
-    if start := draft.path(draft.keys.get("lora_model_dir")):
-        draft.keys["lora_model_dir"] = start
-        for key in ("lora_r", "lora_alpha", "peft_use_rslora", "peft_use_dora"):
-            draft.take(key)
+    if draft.keys.get("lora_model_dir"):
+        draft.forget("(lora_r|lora_alpha|peft_use_rslora|peft_use_dora)$")
     elif linear or names or draft.keys.get("lora_target_parameters"):
         layers = targets(names or [])
         if linear:
@@ -165,15 +139,15 @@ def _put_adapter(draft: Draft) -> None:
 
 def _put_vocabulary(draft: Draft) -> None:
     """Tokens that are added, and special ones with other names than the tokenizer's."""
-    special, tokens = draft.mapping("special_tokens"), draft.take("tokens", [])
-    if isinstance(tokens, dict):
-        special, tokens = tokens | special, []
-    if tokens:
-        draft.put("model.new_tokens", as_list(tokens), given("tokens", tokens))
+    special = draft.mapping("special_tokens")
+    if isinstance(draft.keys.get("tokens"), dict):
+        special = draft.mapping("tokens") | special
+    if tokens := draft.items("tokens"):
+        draft.note("model.new_tokens", tokens, "tokens")
     model = str(draft.at("model.name")).lower()
     own = next((ends for family, *ends in ENDS if re.search(family, model)), ["", ""])
     sources = draft.at("data.train") or []
-    formats = {one["format"].value for one in (sources if isinstance(sources, list) else [sources])}
+    formats = {one["format"].value for one in ([sources] if isinstance(sources, dict) else sources)}
     for kind, token in special.items():
         key = f"special_tokens.{kind}"
         if kind in ("pad_token", "unk_token") or token == {"bos_token": own[0]}.get(kind, own[1]):
@@ -186,14 +160,14 @@ def _put_vocabulary(draft: Draft) -> None:
                 draft.put("model.new_special_tokens", [token], f"{key}: {token}")
         else:
             draft.block(key, token, "model.tokenizer: a folder of its files with this token")
-    for key in ("tokenizer_type", "tokenizer_use_fast", "eot_tokens"):
-        draft.take(key)  # as the model's own files say it, and its chat template
+    # As the model's own files say it, and its chat template.
+    draft.forget("(tokenizer_type|tokenizer_use_fast|eot_tokens|loss_watchdog_patience)$")
     draft.copy("tokenizer_config", "model.tokenizer")
 
 
 def _put_data(draft: Draft) -> None:
     streamed, jinja = draft.take("pretraining_dataset", []), draft.take("chat_template_jinja")
-    sources = {"train": draft.take("datasets", []), "eval": draft.take("test_datasets", [])}
+    sources = {"train": draft.items("datasets"), "eval": draft.items("test_datasets")}
     named, inputs = draft.take("chat_template"), draft.take("train_on_inputs", False)
     for one in streamed if isinstance(streamed, list) else [streamed]:
         whole = {"path": one} if isinstance(one, str) else dict(one)
@@ -203,10 +177,8 @@ def _put_data(draft: Draft) -> None:
         draft.take("pretrain_multipack_attn")
     templates: list[tuple[Any, bool]] = []
     for place, ones in sources.items():
-        if found := [
-            _source(draft, one, f"datasets[{at}]", templates) for at, one in enumerate(ones)
-        ]:
-            draft.tree.setdefault("data", {})[place] = found[0] if len(found) == 1 else found
+        named_ones = [(f"datasets[{at}]", one) for at, one in enumerate(ones)]
+        draft.put_sources(place, [_source(draft, *each, templates) for each in named_ones])
     chosen = {(str(one or named or (jinja and "jinja")), drops) for one, drops in templates}
     if len(chosen) > 1:
         names = sorted({name for name, _ in chosen})
@@ -217,15 +189,12 @@ def _put_data(draft: Draft) -> None:
         if drops:
             _drop_system(draft)
     draft.put("data.loss_on", "all" if inputs else "answer", given("train_on_inputs", inputs))
-    put_share(draft, "val_set_size")
-    if draft.take("sample_packing"):
-        draft.put("data.packing", True, "sample_packing: true")
+    trainer.put_share(draft, "val_set_size")
     long = draft.take("excess_length_strategy", "drop")
     if long not in ("drop", "truncate"):
         draft.block("excess_length_strategy", long, "data.too_long: drop, and `anygauge data`")
-    draft.put(
-        "data.too_long", "truncate" if long == "truncate" else "drop", f"excess_length: {long}"
-    )
+        long = "drop"
+    draft.put("data.too_long", long, f"excess_length: {long}")
 
 
 def _put_template(draft: Draft, name: Any) -> None:
@@ -234,9 +203,9 @@ def _put_template(draft: Draft, name: Any) -> None:
     if name in (None, "tokenizer_default") or name in TEMPLATES:
         draft.put("data.chat_template", TEMPLATES.get(name), key)
     elif "{" in name or name.endswith(".jinja"):
-        draft.put("data.chat_template", name if "{" in name else draft.path(name), key)
+        draft.put("data.chat_template", name, key)
     elif (file := _template_file(draft, name)) is not None:
-        draft.put("data.chat_template", draft.local(str(file)), key)
+        draft.put("data.chat_template", os.path.relpath(file), key)
     elif name in FAMILIES and re.search(FAMILIES[name], model):
         draft.change(f"{key} is Axolotl's copy; here the tokenizer's own is used")
     else:
@@ -252,7 +221,7 @@ def _drop_system(draft: Draft) -> None:
     if "{" in chosen or file.is_file():
         text = chosen if "{" in chosen else read_bounded(file, MOST_BYTES).decode()
         draft.put("data.chat_template", DROPS_SYSTEM + text, origin)
-        draft.change("data.chat_template leaves a first system turn out, in answers to you as well")
+        draft.change("data.chat_template leaves a first system turn out, for `generate` too")
     else:
         draft.block("datasets: drop_system_message", True, "data.chat_template: a file, without it")
 
@@ -264,13 +233,11 @@ def _template_file(draft: Draft, name: str) -> Path | None:
     return next((home / place for home in homes if (home / place).is_file()), None)
 
 
-def _source(draft: Draft, one: Any, place: str, templates: list[Any]) -> dict[str, Leaf]:
+def _source(draft: Draft, place: str, one: Any, templates: list[Any]) -> dict[str, Leaf]:
     """One entry of `datasets` as a source."""
     if not isinstance(one, dict) or not isinstance(one.get("path"), str):
         raise draft.error(place, one, "a mapping with a 'path'")
-    left = {
-        key: value for key, value in one.items() if value not in BLANK and key not in SOURCE_IDLE
-    }
+    left = {k: value for k, value in one.items() if value not in BLANK and k not in SOURCE_IDLE}
     name, files = left.pop("path"), as_list(left.pop("data_files", []))
     kind = left.pop("type", "completion" if "field" in left else None)
     if len(files) > 1:
@@ -306,9 +273,8 @@ def _turns(draft: Draft, left: dict[str, Any], origin: str, place: str) -> dict[
     expected = {"roles_to_train": ["assistant"], "train_on_eos": "turn", "train_on_eot": "turn"}
     for key, usual in expected.items():
         if (value := left.pop(key, usual)) != usual:
-            draft.block(
-                f"{place}.{key}", value, "data.loss_on: answers with the ends of their turns"
-            )
+            nearest = "data.loss_on: answers with the ends of their turns"
+            draft.block(f"{place}.{key}", value, nearest)
     if any(not {*theirs} <= ROLES.get(role, set()) for role, theirs in roles.items()):
         draft.block(f"{place}.roles", roles, "docs/data.md#chats has the roles")
     sharegpt = names == {"role": "from", "content": "value"}
@@ -327,7 +293,7 @@ def _turns(draft: Draft, left: dict[str, Any], origin: str, place: str) -> dict[
 
 def _put_rest(draft: Draft) -> None:
     """Keys whose value decides whether they mean something."""
-    for plugin in as_list(draft.take("plugins", [])):
+    for plugin in draft.items("plugins"):
         name = str(plugin).rpartition(".")[2]
         if name in (*SPEED_PLUGINS, "SwanLabPlugin"):
             draft.skip("plugins", name, "speed" if name in SPEED_PLUGINS else "logging")
@@ -337,15 +303,8 @@ def _put_rest(draft: Draft) -> None:
     draft.put("train.gradient_checkpointing", bool(kept), given("gradient_checkpointing", kept))
     if isinstance(kept, str):
         draft.put("train.activation_offloading", True, given("gradient_checkpointing", kept))
-    if draft.take("tokenizer_use_mistral_common"):
-        draft.change("tokenizer_use_mistral_common: here the transformers library reads the same "
-                     "vocabulary, and its chat template writes the chats")  # fmt: skip
     if re.search("ForCausalLM$|LMHeadModel$", str(draft.keys.get("model_type"))):
         draft.take("model_type")
-    if watch := draft.take("loss_watchdog_threshold"):
-        draft.change(f"loss_watchdog_threshold: {watch}: above it a run ends there; here a run "
-                     "ends if its loss is not finite")  # fmt: skip
-    draft.take("loss_watchdog_patience")
     settings = draft.mapping("model_config")
     if settings.pop("output_router_logits", False):
         draft.put("train.router_aux_loss_coef", 0.001, "model_config: output_router_logits")
@@ -357,6 +316,6 @@ def _put_rest(draft: Draft) -> None:
         draft.block("model_quantization_config", method, "model.quantize")
     project, board = draft.take("wandb_project"), draft.take("use_tensorboard")
     if project is not None and draft.take("use_wandb", True):
-        draft.put("tracker_options.wandb.project", project, given("wandb_project", project))
+        draft.note("tracker_options.wandb.project", project, "wandb_project")
     trackers = ["wandb"] * (draft.at("tracker_options") is not None) + ["tensorboard"] * bool(board)
     draft.put("trackers", trackers or None, "wandb_project, use_tensorboard")

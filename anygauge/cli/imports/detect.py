@@ -25,48 +25,22 @@ READ = (
     "it reads an Axolotl or LLaMA-Factory YAML, TrainingArguments or an SFTConfig as JSON or YAML, "
     "and a shell command with optimum-habana's run_lora_clm.py"
 )
-_LLAMAFACTORY = {
-    "finetuning_type",
-    "stage",
-    "cutoff_len",
-    "dataset_dir",
-    "lora_rank",
-    "template",
-    "lora_target",
+_LLAMAFACTORY = "finetuning_type stage cutoff_len dataset_dir lora_rank template lora_target"
+_TRL = """max_length dataset_text_field assistant_only_loss completion_only_loss dataset_name lora_r
+use_peft packing_strategy padding_free loss_type chat_template_path eval_packing load_in_4bit"""
+_TRAINER = "per_device_train_batch_size num_train_epochs lr_scheduler_type optim output_dir"
+_OTHERS = {
+    "model data": "a run file of anygauge already: anygauge train {file}",
+    "train_dataset dist_config": "version 1 of LLaMA-Factory, whose files are not read",
+    "train_dataset model_class": "version 1 of LLaMA-Factory, whose files are not read",
+    "model tokenizer optimizer": "a recipe of torchtune: docs/coming-from.md#torchtune",
+    "architectures model_type": "a model's config.json",
+    "peft_type": "an adapter's adapter_config.json: name its folder in adapter.start_from",
+    "zero_optimization": "DeepSpeed's configuration: give it after the trainer's file",
+    "distributed_type": "Accelerate's configuration: give it after the trainer's file",
+    "compute_environment": "Accelerate's configuration: give it after the trainer's file",
 }
-_TRL = {
-    "max_length",
-    "dataset_text_field",
-    "assistant_only_loss",
-    "completion_only_loss",
-    "dataset_name",
-    "lora_r",
-    "use_peft",
-    "packing_strategy",
-    "padding_free",
-    "loss_type",
-    "chat_template_path",
-    "eval_packing",
-    "load_in_4bit",
-}
-_TRAINER = {
-    "per_device_train_batch_size",
-    "num_train_epochs",
-    "lr_scheduler_type",
-    "optim",
-    "output_dir",
-}
-_OTHERS: tuple[tuple[set[str], str], ...] = (
-    ({"model", "data"}, "a run file of anygauge already: anygauge train {file}"),
-    ({"train_dataset", "dist_config"}, "version 1 of LLaMA-Factory, whose files are not read"),
-    ({"train_dataset", "model_class"}, "version 1 of LLaMA-Factory, whose files are not read"),
-    ({"model", "tokenizer", "optimizer"}, "a recipe of torchtune: docs/coming-from.md#torchtune"),
-    ({"architectures", "model_type"}, "a model's config.json"),
-    ({"peft_type"}, "an adapter's adapter_config.json: name its folder in adapter.start_from"),
-    ({"zero_optimization"}, "DeepSpeed's configuration: give it after the trainer's file"),
-    ({"distributed_type"}, "Accelerate's configuration: give it after the trainer's file"),
-    ({"compute_environment"}, "Accelerate's configuration: give it after the trainer's file"),
-)
+"""Keys that a file has which is no trainer's -> what it looks like."""
 
 
 def read_files(
@@ -103,16 +77,17 @@ def tool_of(values: Mapping[str, Any], file: Path) -> str:
         RunFileError: none that can be read.
     """
     keys = set(values)
-    if {"base_model"} <= keys:
+    if "base_model" in keys:
         return "Axolotl"
-    if len(keys & _LLAMAFACTORY) > 1:
+    if len(keys & {*_LLAMAFACTORY.split()}) > 1:
         return "LLaMA-Factory"
-    for needed, what in _OTHERS:
-        if needed <= keys:
+    for needed, what in _OTHERS.items():
+        if {*needed.split()} <= keys:
             raise RunFileError(f"{file}: looks like {what.format(file=file)}; {READ}")
-    if keys & _TRL and (keys & _TRAINER or keys & {"dataset_name", "model_name_or_path"}):
+    trainers = {*_TRAINER.split()}
+    if keys & {*_TRL.split()} and keys & {*trainers, "dataset_name", "model_name_or_path"}:
         return "TRL"
-    if 2 * len(keys & (_TRAINER | load_table("trainer")["ours"].keys())) > len(keys):
+    if 2 * len(keys & {*trainers, *load_table("trainer")["ours"]}) > len(keys):
         return "Trainer"
     first = ", ".join(list(map(str, values))[:8]) or "none"
     raise RunFileError(

@@ -3,7 +3,9 @@
 A table (`tables/*.toml`) sorts keys: one is one of `ours`; it means `nothing` here, since it
 sets speed, logging, naming, upload or telemetry alone; or it is `not_offered`, with the nearest
 thing. Of the last, values are harmless that say what anygauge does anyway: off, or as listed.
-Fields that are the same for all of a tool's files are `fixed`.
+A key that `changes` the result is read, and what differs is said. Of keys that mean nothing, a
+name may end in `*`. Fields that are the same for all of a tool's files are `fixed`; what a tool
+does without a key, where that is not our default, is `usual`.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +27,20 @@ from anygauge.util.text import shorten
 OFF = (False, 0, "no", "none", "None", "auto", "off")
 BLANK: tuple[Any, ...] = (None, "", [], {})
 """Values of a key that is left empty."""
+PARTS = ("ours", "nothing", "not_offered", "changes", "harmless", "fixed", "usual")
+PATHS = (".path", "model.name", ".tokenizer", ".chat_template", ".start_from")
+"""How fields of ours end that may name a file or folder."""
 
 
 def load_table(*names: str) -> dict[str, dict[str, Any]]:
-    """Tables of these names as one; a later one wins."""
-    found: dict[str, dict[str, Any]] = {
-        "ours": {},
-        "nothing": {},
-        "not_offered": {},
-        "harmless": {},
-        "fixed": {},
-    }
+    """Tables of these names as one."""
+    found: dict[str, dict[str, Any]] = {part: {} for part in PARTS}
     for name in names:
         text = (Path(__file__).parent / "tables" / f"{name}.toml").read_text()
-        read = tomllib.loads(text)
-        for part in ("nothing", "not_offered"):
-            words = read.get(part, {})
-            read[part] = {key: why for why, keys in words.items() for key in keys.split()}
-        for key in [key for part in read.values() for key in part]:
-            for part in ("ours", "nothing", "not_offered"):
-                found[part].pop(key, None)
-        for part, rules in read.items():
-            found[part] |= rules
+        for part, rules in tomllib.loads(text).items():
+            by_reason = part in ("nothing", "not_offered", "changes")
+            for left, right in rules.items():
+                found[part] |= dict.fromkeys(right.split(), left) if by_reason else {left: right}
     return found
 
 
@@ -114,11 +109,22 @@ class Draft:
         except (TypeError, ValueError):
             raise self.error(key, value, "a number") from None
 
+    def forget(self, pattern: str) -> None:
+        """Leave out keys that begin so, which mean nothing there without another."""
+        for key in [key for key in self.keys if re.match(pattern, key)]:
+            del self.keys[key]
+
     def mapping(self, key: str) -> dict[str, Any]:
         """A mapping; empty where it is left out."""
         if not isinstance(value := self.take(key, {}), dict):
             raise self.error(key, value, "a mapping")
         return value
+
+    def items(self, key: str) -> list[Any]:
+        """A list, also where it is written as text with commas; empty where it is left out."""
+        if not isinstance(value := self.take(key, []), str | list):
+            raise self.error(key, value, "a list")
+        return as_list(value)
 
     def error(self, key: str, value: Any, expected: str) -> RunFileError:
         """An error about a key's value."""
@@ -127,14 +133,24 @@ class Draft:
 
     def put(self, path: str, value: Any, origin: str) -> None:
         """Set a field of ours, which came from there; None sets nothing."""
+        if value is None:
+            return
         *sections, name = path.split(".")
         at = self.tree
         for section in sections:
             at = at.setdefault(section, {})
             if not isinstance(at, dict):
                 raise RunFileError(f"{self.file}: {origin}: {section!r} is set already")
-        if value is not None:
-            at[name] = Leaf(value, origin)
+        at[name] = Leaf(self.path(value) if path.endswith(PATHS) else value, origin)
+
+    def note(self, path: str, value: Any, key: str) -> None:
+        """Set a field to a value that a key has there."""
+        self.put(path, value, given(key, value))
+
+    def put_sources(self, place: str, sources: list[dict[str, Leaf]]) -> None:
+        """Set ``data.train`` or ``data.eval``."""
+        if sources:
+            self.tree.setdefault("data", {})[place] = sources[0] if len(sources) == 1 else sources
 
     def copy(self, key: str, path: str, usual: Any = None) -> Any:
         """Set a field to a key's value, or to what the tool does without the key."""
@@ -153,16 +169,15 @@ class Draft:
             found = found.get(part) if isinstance(found, dict) else None
         return found.value if isinstance(found, Leaf) else found
 
-    def defaults(self, **values: Any) -> None:
-        """What the tool does where no key has set a field; ``train__seed=42``."""
-        for name, value in values.items():
-            if self.at(path := name.replace("__", ".")) is None:
-                self.put(path, value, f"{self.tool}'s default")
+    def usual(self, path: str, value: Any) -> None:
+        """What the tool does where no key has set a field."""
+        if self.at(path) is None:
+            self.put(path, value, f"{self.tool}'s default")
 
     def path(self, name: Any) -> Any:
         """A local file or folder, which is relative to the current directory there, as our run file
         has it; anything else is a name on the hub, and stays."""
-        if not isinstance(name, str) or name.startswith(("/", "~", "$")) or "://" in name:
+        if not isinstance(name, str) or re.match(r"[/~$]|.*(://|\{)", name):
             return name
         is_local = name.startswith(("./", "../")) or data_suffix(name) in DATA_SUFFIXES
         return self.local(name) if is_local or Path(name).exists() else name
@@ -196,29 +211,42 @@ class Draft:
         for path, value in table["fixed"].items():
             self.put(path, value, self.tool)
         for key, value in {**(self.keys if values is None else values)}.items():
-            last = key.rpartition(".")[2] if above else key
-            why = table["nothing"].get(key) or table["nothing"].get(last)
             if value in BLANK:
                 continue
+            name, last = f"{above}{key}", key.rpartition(".")[2] if above else key
+            if key in table["changes"]:
+                self.change(f"{given(name, value)}: {table['changes'][key]}")
             if key in table["ours"]:
-                path, _, name = table["ours"][key].partition(": ")
+                path, _, conversion = table["ours"][key].partition(": ")
                 try:
-                    converted = CONVERSIONS[name](value)
+                    converted = convert(value, conversion)
                 except (TypeError, ValueError):
-                    raise self.error(above + key, value, f"what {path} can be") from None
-                self.put(path, converted, given(f"{above}{key}", value))
-            elif why is not None and above:
-                beside.setdefault(why, []).append(last)
-            elif why is not None:
-                self.skip(key, value, why)
-            elif key not in table["not_offered"]:
-                self.block(f"{above}{key}", value, f"no key of {self.tool}'s that is known here")
-            elif not is_one_of(value, table["harmless"].get(key, OFF)):
-                self.block(f"{above}{key}", value, table["not_offered"][key])
+                    raise self.error(name, value, f"what {path} can be") from None
+                self.put(path, converted, given(name, value))
+            elif nearest := find_rule(table["not_offered"], key):
+                if not is_one_of(value, table["harmless"].get(key, OFF)):
+                    self.block(name, value, nearest)
+            elif why := find_rule(table["nothing"], key, last):
+                if above:
+                    beside.setdefault(why, []).append(last)
+                else:
+                    self.skip(key, value, why)
+            elif key not in table["changes"]:
+                self.block(name, value, f"no key of {self.tool}'s that is known here")
         for why, names in beside.items():
             self.meaningless.setdefault(why, []).append(f"{above}{', '.join(names)}")
+        for path, value in table["usual"].items():
+            self.usual(path, value)
         if values is None:
             self.keys.clear()
+
+
+def find_rule(rules: Mapping[str, str], *names: str) -> str | None:
+    """What a part of a table says of a key with one of these names; exact ones come first."""
+    for pattern in (*names, *(each for each in rules if fnmatchcase(names[0], each))):
+        if pattern in rules:
+            return rules[pattern]
+    return None
 
 
 def as_number(value: Any) -> Any:
@@ -264,14 +292,23 @@ CONVERSIONS: dict[str, Any] = {
     "steps": lambda value: max(1, int(value)),
     "bool": bool,
     "not": lambda value: not value,
-    "auto": lambda value: "auto" if value else None,
-    "pissa": lambda value: "pissa" if value else None,
     "branch": lambda value: None if value == "main" else value,
     "list": as_list,
     "targets": targets,
     "names": whole_names,
 }
-"""What stands after a field in a table: how its value is made; None leaves the field out."""
+"""What may stand after a field in a table: how its value is made; None leaves the field out."""
+
+
+def convert(value: Any, how: str) -> Any:
+    """A value for a field of ours: by one of `CONVERSIONS`, or `how` itself where a key is on.
+
+    Raises:
+        TypeError, ValueError: it is not such a value.
+    """
+    if how in CONVERSIONS:
+        return CONVERSIONS[how](value)
+    return (True if how == "true" else how) if value else None
 
 
 def is_one_of(value: Any, values: Any) -> bool:

@@ -46,37 +46,35 @@ def put_deepspeed(draft: Draft, values: Mapping[str, Any], name: str) -> None:
     flat = {key: value for key, value in flatten_values(values) if value != "auto"}
     for key in ("train_batch_size", "train_micro_batch_size_per_gpu"):
         flat.pop(key, None)  # the trainer's
-    draft.keys.setdefault(
-        "gradient_accumulation_steps", flat.pop("gradient_accumulation_steps", None)
-    )
+    steps = "gradient_accumulation_steps"
+    draft.keys.setdefault(steps, flat.pop(steps, None))
     for kind in ("bf16", "fp16"):
         if flat.pop(f"{kind}.enabled", None):
             draft.keys.setdefault(kind, True)
     draft.put("strategy.name", "zero", name)
     draft.put("strategy.stage", 0, "DeepSpeed's default")
-    places = {"optimizer": "offload_optimizer", "parameters": "offload_param"}
-    devices = {
-        ours: flat.pop(f"zero_optimization.{key}.device", None) for ours, key in places.items()
-    }
-    if away := [ours for ours, device in devices.items() if device not in (None, "none")]:
+    away = [
+        ours
+        for ours, key in (("optimizer", "offload_optimizer"), ("parameters", "offload_param"))
+        if flat.pop(f"zero_optimization.{key}.device", None) not in (None, "none")
+    ]
+    if away:
         draft.put("strategy.offload", away[0] if len(away) == 1 else "both", f"{name}: offload_*")
     draft.apply("deepspeed", values=flat, above=f"{name}: ")
 
 
 def put_fsdp(draft: Draft, options: Any, values: Mapping[str, Any], name: str = "fsdp") -> None:
     """Read FSDP's options: ``full_shard auto_wrap`` as text, list or true, and its mapping."""
-    words = (
-        options.split() if isinstance(options, str) else [] if options is True else options or []
-    )
+    words = options.split() if isinstance(options, str) else options
     flat = {key.removeprefix("fsdp_").lower(): value for key, value in values.items()}
-    reshard, sharding = flat.pop("reshard_after_forward", None), flat.pop("sharding_strategy", None)
-    words = [*words, *(str(word).lower() for word in (reshard, sharding) if word is not None)]
+    said = [flat.pop("reshard_after_forward", None), flat.pop("sharding_strategy", None)]
+    said = [str(word).lower() for word in [*said, *(words if isinstance(words, list) else [])]]
     draft.put("strategy.name", "fsdp", given(name, options) if options else f"{name}_config")
-    if flat.pop("offload_params", flat.pop("cpu_offload", False)) or "offload" in words:
+    if flat.pop("offload_params", flat.pop("cpu_offload", False)) or "offload" in said:
         draft.put("strategy.offload", "both", f"{name}_config: offload_params")
-    if {"false", "shard_grad_op", "hybrid_shard_zero2"} & {*words}:
+    if {"false", "shard_grad_op", "hybrid_shard_zero2"} & {*said}:
         draft.put("strategy.gather", "step", f"{name}_config: weights are gathered once a step")
-    if any(str(word).startswith("hybrid_shard") for word in words) and draft.nodes > 1:
+    if any(word.startswith("hybrid_shard") for word in said) and draft.nodes > 1:
         draft.put("strategy.dp_replicate", draft.nodes, f"{name}: hybrid_shard")
     draft.apply("fsdp", values=flat, above=f"{name}_config: ")
 
@@ -112,11 +110,7 @@ def put_accelerate(draft: Draft, values: dict[str, Any], name: str) -> None:
 
 def put_engine(draft: Draft) -> None:
     """Read the keys `deepspeed`, `fsdp` and `fsdp_config`, and the files that they name."""
-    zero, options, values = (
-        draft.take("deepspeed"),
-        draft.take("fsdp"),
-        draft.take("fsdp_config", {}),
-    )
+    zero, options, values = map(draft.take, ("deepspeed", "fsdp", "fsdp_config"))
     if isinstance(zero, str) and draft.at("strategy.name") != "zero":  # else it was given as a file
         put_deepspeed(draft, read_mapping(find_beside(draft, zero), zero), Path(zero).name)
     elif isinstance(zero, dict):
@@ -125,11 +119,14 @@ def put_engine(draft: Draft) -> None:
         raise draft.error("deepspeed", zero, "a file")
     if isinstance(values, str):
         values = read_mapping(find_beside(draft, values), values)
+    if not isinstance(options, bool | str | list | None):
+        raise draft.error("fsdp", options, "options as text or list")
+    if not isinstance(values, dict | None):
+        raise draft.error("fsdp_config", values, "a mapping, or a file")
     if (options or values) and zero is None:
-        put_fsdp(draft, options, values)
-    if draft.keys.get("fp8") and (
-        draft.at("strategy.name") == "fsdp" or draft.at("strategy.offload")
-    ):
+        put_fsdp(draft, options, values or {})
+    is_other = draft.at("strategy.name") == "fsdp" or draft.at("strategy.offload")
+    if draft.keys.get("fp8") and is_other:
         stage = draft.at("strategy.stage") or 3
         draft.tree.pop("strategy")
         draft.put("strategy.name", "zero", "FP8 was tried with zero, without offload")

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from anygauge.cli.imports.draft import Draft, as_list, given, targets
+from anygauge.cli.imports.draft import Draft, as_list, given
 from anygauge.cli.imports.engine_files import put_engine
 from anygauge.cli.imports.trainer import put_training
 from anygauge.config.document import NotYaml, read_yaml
@@ -15,7 +15,7 @@ from anygauge.config.tree import Origin, plain_value
 from anygauge.interface import RunFileError
 
 SCRIPT = "run_lora_clm.py"
-SYNC = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP"
+SYNC = "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED"
 DIFFERENCES = (
     "name and output: --output_dir is both in one",
     "backend_options.recipe_cache: not set, so every process compiles its graphs",
@@ -71,28 +71,14 @@ def read_habana(draft: Draft) -> None:
     put_engine(draft)
     draft.keys.setdefault("adam_epsilon", 1e-6)  # the default of GaudiTrainingArguments
     put_training(draft, "float32")
-    draft.keys["model_name_or_path"] = draft.path(draft.keys.get("model_name_or_path"))
-    for key, path, usual in (
-        ("model_name_or_path", "model.name", None),
-        ("lora_rank", "adapter.r", 8),
-        ("lora_alpha", "adapter.alpha", 16),
-        ("lora_dropout", "adapter.dropout", 0.05),
-    ):
-        draft.copy(key, path, usual)
-    layers = draft.take("lora_target_modules", ["q_proj", "v_proj"])
-    draft.put("adapter.targets", targets(layers), "lora_target_modules")
     _put_attention(draft)
     _put_data(draft)
     if draft.at("strategy.name") == "zero":
         draft.put("strategy.reentrant", True, "as its layers are recomputed")
-        if (
-            draft.at("strategy.stage") == 3
-            and "DEEPSPEED_HPU_ZERO3_SYNC_MARK_STEP_REQUIRED" not in draft.keys
-        ):
+        if draft.at("strategy.stage") == 3 and SYNC not in draft.keys:
             draft.change("backend_options.sync_on_release: not set; commands of release 1.15 had "
-                         f"{SYNC}_REQUIRED=1 for it")  # fmt: skip
+                         f"{SYNC}=1 for it")  # fmt: skip
     draft.apply("trainer", "habana")
-    draft.defaults(train__optimizer__lr=5e-5, train__epochs=3, train__gradient_checkpointing=False)
     for text in DIFFERENCES:
         draft.change(text)
 
@@ -114,29 +100,20 @@ def _put_attention(draft: Draft) -> None:
 
 
 def _put_data(draft: Draft) -> None:
-    name, file, checked = (
-        draft.take(key) for key in ("dataset_name", "train_file", "validation_file")
-    )
-    held, inputs = (
-        draft.number("validation_split_percentage", 0),
-        draft.take("train_on_inputs", True),
-    )
+    name, *files = map(draft.take, ("dataset_name", "train_file", "validation_file"))
     form = "text" if "guanaco" in str(name) else "alpaca"
-    for place, path in (("train", name or file), ("eval", None if name else checked)):
+    for place, path in zip(("train", "eval"), [name] if name else files, strict=False):
         if path is not None:
-            draft.put(f"data.{place}.path", draft.path(path), "dataset_name, train_file")
+            draft.put(f"data.{place}.path", path, "dataset_name, train_file")
             draft.put(f"data.{place}.format", form, "the script's prompts")
     if form == "alpaca":
         draft.change('data.train.format: prompts end with "### Response:" there, and with a line '
                      "break after it here")  # fmt: skip
+    held = draft.number("validation_split_percentage", 0)
     if held and not draft.at("data.eval"):
         draft.put("data.eval_fraction", held / 100, f"validation_split_percentage: {held}")
         draft.change("data.eval_fraction: the first rows there; rows drawn by train.seed here")
     length = draft.take("max_seq_length", draft.take("max_seq_len", 512))
-    draft.put("data.max_length", length, f"max_seq_length: {length}")
+    draft.note("data.max_length", length, "max_seq_length")
+    inputs = draft.take("train_on_inputs", True)
     draft.put("data.loss_on", "all" if inputs else "answer", f"train_on_inputs: {inputs}".lower())
-    if draft.take("dataset_concatenation"):
-        draft.put("data.packing", "concatenate", "dataset_concatenation")
-        draft.change(
-            "data.packing: rows are cut at max_seq_length there; packs hold whole rows here"
-        )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from anygauge.cli.imports.draft import Draft, Leaf, as_list, given, targets
+from anygauge.cli.imports.draft import Draft, Leaf, targets
 from anygauge.cli.imports.engine_files import find_beside, put_engine, read_mapping
 from anygauge.cli.imports.trainer import put_share, put_training
 from anygauge.interface import RunFileError
@@ -29,21 +29,8 @@ FAMILIES = {
 """Its templates -> models whose own tokenizer has the template that it is like."""
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 COLUMNS |= {"system": "system", "history": "history"}
-TAGS = {
-    "from",
-    "role",
-    "value",
-    "content",
-    "human",
-    "user",
-    "gpt",
-    "assistant",
-    "system",
-    "observation",
-    "tool",
-    "function_call",
-    "function",
-}
+TAGS = {"from", "role", "value", "content", "human", "user", "gpt", "assistant", "system"}
+TAGS |= {"observation", "tool", "function_call", "function"}
 
 
 def read_llamafactory(draft: Draft) -> None:
@@ -51,19 +38,13 @@ def read_llamafactory(draft: Draft) -> None:
     stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
     if stage not in ("sft", "pt"):
         draft.block("stage", stage, STAGES)
-    name = draft.path(draft.keys.get("model_name_or_path"))
-    draft.keys["model_name_or_path"] = name
-    draft.copy("model_name_or_path", "model.name")
+    name = draft.copy("model_name_or_path", "model.name")
     if re.search("awq|gptq|aqlm|-int4", str(name), re.IGNORECASE):
         draft.block("model_name_or_path", name, "the model that it was made from: model.quantize")
     put_engine(draft)
     # Megatron's degrees are speed, but ranks that share their rows count once in a batch.
-    for key in (
-        "tensor_model_parallel_size",
-        "pipeline_model_parallel_size",
-        "context_parallel_size",
-    ):
-        draft.sharing *= draft.number(key, 1)
+    for degree in ("tensor_model_parallel", "pipeline_model_parallel", "context_parallel"):
+        draft.sharing *= draft.number(f"{degree}_size", 1)
     ranks = draft.number("ray_num_workers", draft.sharing)
     draft.devices = draft.devices or (ranks if ranks > 1 else None)
     put_training(draft, "float32")
@@ -71,8 +52,6 @@ def read_llamafactory(draft: Draft) -> None:
     _put_adapter(draft, kind)
     _put_data(draft, stage)
     draft.apply("trainer", "llamafactory")
-    draft.defaults(train__optimizer__lr=5e-5, train__epochs=3, train__seed=42)
-    draft.defaults(data__max_length=2048)
 
 
 def _put_quantized(draft: Draft) -> None:
@@ -88,7 +67,7 @@ def _put_quantized(draft: Draft) -> None:
         return
     draft.put("model.quantize.type", "nf4" if bits == 4 else "int8", f"quantization_bit: {bits}")
     if bits == 4:
-        draft.put("model.quantize.double_quantization", double, f"double_quantization: {double}")
+        draft.note("model.quantize.double_quantization", double, "double_quantization")
 
 
 def _put_adapter(draft: Draft, kind: Any) -> None:
@@ -99,22 +78,19 @@ def _put_adapter(draft: Draft, kind: Any) -> None:
     if kind not in ("lora", "full"):
         draft.block("finetuning_type", kind, "finetuning_type: lora or full")
     elif kind == "lora" and start is not None:
-        draft.put("adapter.start_from", draft.path(start), given("adapter_name_or_path", start))
+        draft.note("adapter.start_from", start, "adapter_name_or_path")
     elif kind == "lora":
-        draft.put("adapter.r", rank, f"lora_rank: {rank}")
+        draft.note("adapter.r", rank, "lora_rank")
         draft.put("adapter.alpha", alpha or 2 * rank, f"lora_alpha: {alpha or 'twice the rank'}")
         draft.put("adapter.targets", targets(layers), f"lora_target: {layers}")
 
 
 def _put_data(draft: Draft, stage: Any) -> None:
     folder, most = draft.take("dataset_dir", "data"), draft.number("max_samples")
-    chosen = {
-        "train": as_list(draft.take("dataset", [])),
-        "eval": as_list(draft.take("eval_dataset", [])),
-    }
+    chosen = {"train": draft.items("dataset"), "eval": draft.items("eval_dataset")}
     packed, neat = draft.take("packing", stage == "pt"), draft.take("neat_packing", False)
     prompts, history = draft.take("train_on_prompt", False), draft.take("mask_history", False)
-    template, thinking = draft.take("template"), draft.take("enable_thinking")
+    thinking = draft.take("enable_thinking")
     table = draft.take("dataset_info")
     if any(chosen.values()) and table is None:
         if str(folder).startswith(("REMOTE:", "ONLINE")):
@@ -123,8 +99,8 @@ def _put_data(draft: Draft, stage: Any) -> None:
         path = find_beside(draft, f"{folder}/dataset_info.json")
         table, folder = read_mapping(path, f"{folder}/dataset_info.json"), path.parent
     for place, names in chosen.items():
-        if found := [_source(draft, name, table, str(folder), most, stage) for name in names]:
-            draft.tree.setdefault("data", {})[place] = found[0] if len(found) == 1 else found
+        found = [_source(draft, name, table, str(folder), most, stage) for name in names]
+        draft.put_sources(place, found)
     put_share(draft, "val_size")
     if neat or packed:
         draft.put("data.packing", "isolate" if neat else "concatenate", "packing, neat_packing")
@@ -135,18 +111,17 @@ def _put_data(draft: Draft, stage: Any) -> None:
     draft.put("data.loss_on", loss, f"train_on_prompt: {prompts}, mask_history: {history}".lower())
     draft.change("rows beyond cutoff_len: prompt and answer are cut there, here the end")
     if thinking is not None:
-        origin = given("enable_thinking", thinking)
-        draft.put("data.chat_template_kwargs.enable_thinking", thinking, origin)
-    if template in FAMILIES and re.search(FAMILIES[template], str(draft.at("model.name")).lower()):
-        draft.change(
-            f"template: {template} is written anew there; here the tokenizer's own is used"
-        )
+        draft.note("data.chat_template_kwargs.enable_thinking", thinking, "enable_thinking")
+    template = str(draft.take("template", ""))
+    family = FAMILIES.get(template, "$.")
+    if re.search(family, str(draft.at("model.name")).lower()):
+        text = "is written anew there; here the tokenizer's own is used"
+        draft.change(f"template: {template} {text}")
         if template == "qwen3_vl":
             draft.change("template: qwen3_vl begins answers with an empty <think> there, not here")
-    elif template is not None:
-        draft.block(
-            "template", template, "data.chat_template: a file, or a name: docs/data.md#chats"
-        )
+    elif template:
+        nearest = "data.chat_template: a file, or a name: docs/data.md#chats"
+        draft.block("template", template, nearest)
 
 
 def _source(
@@ -157,10 +132,7 @@ def _source(
     if not isinstance(entry, dict):
         has = ", ".join(list(table)[:20])
         raise RunFileError(f"{draft.file}: {key} is not in dataset_info.json, which has {has}")
-    columns, chat = (
-        dict(entry.get("columns") or {}),
-        entry.get("formatting", "alpaca") == "sharegpt",
-    )
+    columns, chat = {**(entry.get("columns") or {})}, entry.get("formatting") == "sharegpt"
     hub, file = entry.get("hf_hub_url"), entry.get("file_name")
     if not hub and not file:
         draft.block(key, entry, "data.train.path: a file, or a data set of the hub")
@@ -177,10 +149,8 @@ def _source(
     ):
         draft.block(key, entry, "a source: docs/data.md#formats")
     elif stage == "pt":
-        found |= {
-            "format": Leaf("text", "stage: pt"),
-            "text": Leaf(columns.get("prompt", "instruction"), key),
-        }
+        found["format"] = Leaf("text", "stage: pt")
+        found["text"] = Leaf(columns.get("prompt", "instruction"), key)
     elif chat:
         found["format"] = Leaf("sharegpt", f"{key}: formatting")
         found["conversations"] = Leaf(columns.get("messages", "conversations"), f"{key}: columns")

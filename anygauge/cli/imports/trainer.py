@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from anygauge.cli.imports.draft import BLANK, OFF, Draft, as_list
+from anygauge.cli.imports.draft import OFF, Draft, given
 from anygauge.cli.imports.engine_files import put_engine
 
 OPTIMIZERS = {
@@ -29,6 +29,7 @@ BY_STEPS = "with train.eval_every: evaluations are counted in steps"
 def read_trainer(draft: Draft) -> None:
     """TrainingArguments, or TRL's arguments with model and data set."""
     trl = draft.tool == "TRL"
+    adapter: dict[str, Any] = {}
     put_engine(draft)
     put_training(draft, "bfloat16" if trl else "float32")
     if draft.take("load_in_4bit"):
@@ -36,16 +37,11 @@ def read_trainer(draft: Draft) -> None:
         draft.copy("use_bnb_nested_quant", "model.quantize.double_quantization", False)
     elif draft.take("load_in_8bit"):
         draft.put("model.quantize.type", "int8", "load_in_8bit: true")
-    for key in ("dataset_name", "model_name_or_path", "chat_template_path"):
-        draft.keys[key] = draft.path(draft.keys.get(key))
-    draft.copy("dataset_name", "data.train.path")
     if not draft.take("use_peft", trl and any("lora_" in key for key in draft.keys)):
-        for key in [key for key in draft.keys if key.startswith(("lora_", "use_rs", "use_dora"))]:
-            del draft.keys[key]
+        draft.forget("lora_|use_rs|use_dora")
     else:
-        draft.defaults(adapter__r=16, adapter__alpha=32, adapter__dropout=0.05)
+        adapter = {"r": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
         if not draft.keys.get("lora_target_modules"):
-            draft.defaults(adapter__targets=["q_proj", "v_proj"])
             draft.change(
                 "lora_target_modules: peft chooses by architecture, mostly q_proj and v_proj"
             )
@@ -59,34 +55,35 @@ def read_trainer(draft: Draft) -> None:
     if answers or completion is not None:
         loss = "answer" if answers or completion else "all"
         draft.put("data.loss_on", loss, "assistant_only_loss, completion_only_loss")
-    draft.apply("trainer", "trl")
-    draft.defaults(train__optimizer__lr=2e-5 if trl else 5e-5, train__epochs=3, train__seed=42)
-    draft.defaults(train__gradient_checkpointing=trl)
+    draft.apply(*(("trainer", "trl") if trl else ("trl", "trainer")))
+    draft.usual("train.gradient_checkpointing", trl)
+    for name, value in adapter.items():
+        draft.usual(f"adapter.{name}", value)
     if not trl:
         draft.change("data: TrainingArguments say nothing of rows; what is not set is our default")
         return
-    draft.defaults(data__max_length=1024)
+    draft.usual("data.max_length", 1024)
     draft.put("data.train.template", "{prompt}", "TRL joins prompt and completion as they are")
     draft.needed["data.loss_on"] = (
         "TRL goes by the columns: `answer` for prompt and completion, `all` for messages or text"
     )
 
 
-def put_training(draft: Draft, precision: str, lr_scheduler: str = "linear") -> None:
+def put_training(draft: Draft, precision: str) -> None:
     """What all tools on Trainer share."""
     put_batch(draft, "per_device_train_batch_size", 8)
     put_optimizer(draft, "optim", "adamw_torch")
-    put_schedule(draft, "lr_scheduler_type", lr_scheduler)
+    put_schedule(draft, "lr_scheduler_type", "linear")
     put_precision(draft, precision)
     put_evaluation(draft)
     put_folder(draft)
-    asked, project = as_list(draft.take("report_to", [])), draft.take("project")
+    asked, project = draft.items("report_to"), draft.take("project")
     if known := [name for name in asked if name in ("wandb", "tensorboard", "mlflow")]:
-        draft.put("trackers", known, draft.origin("report_to", asked))
+        draft.put("trackers", known, given("report_to", asked))
     for name in {*asked} - {*known, "none"}:
         draft.skip("report_to", name, "logging")
-    if project is not None and "wandb" in known:
-        draft.put("tracker_options.wandb.project", project, draft.origin("project", project))
+    if "wandb" in known:
+        draft.note("tracker_options.wandb.project", project, "project")
 
 
 def put_batch(draft: Draft, key: str, usual: int) -> None:
@@ -95,7 +92,7 @@ def put_batch(draft: Draft, key: str, usual: int) -> None:
     if not (isinstance(micro, int) and isinstance(steps, int) and micro > 0 and steps > 0):
         raise draft.error(f"{key}, gradient_accumulation_steps", [micro, steps], "counts from 1")
     ranks = draft.nodes * (draft.devices or 1) // draft.sharing
-    draft.put("train.micro_batch_size", micro, f"{key}: {micro}")
+    draft.note("train.micro_batch_size", micro, key)
     origin = f"{micro} x gradient_accumulation_steps {steps} x {ranks} device{'s' * (ranks > 1)}"
     draft.put("train.global_batch_size", micro * steps * ranks, origin)
     if draft.devices is None:
@@ -128,41 +125,40 @@ def put_optimizer(draft: Draft, key: str, usual: str) -> None:
         draft.put("train.optimizer.momentum", 0.0, f"{key}: sgd has none")
     elif betas != [0.9, 0.999] or ours == "lion":
         draft.put("train.optimizer.betas", betas, "adam_beta1, adam_beta2")
-    if eps is not None and ours.startswith("adamw"):
-        draft.put("train.optimizer.eps", eps, f"adam_epsilon: {eps}")
+    if ours.startswith("adamw"):
+        draft.note("train.optimizer.eps", eps, "adam_epsilon")
 
 
 def put_schedule(draft: Draft, key: str, usual: str) -> None:
     """The schedule and its warm-up, of which `constant` has none there."""
-    name, settings = draft.take(key, usual), draft.mapping("lr_scheduler_kwargs")
+    name, settings = str(draft.take(key, usual)), draft.mapping("lr_scheduler_kwargs")
     steps, ratio = draft.number("warmup_steps"), draft.number("warmup_ratio")
     if steps is not None and 0 < steps < 1:
         steps, ratio = None, steps
+    ours = "constant" if name == "constant_with_warmup" else name
     if name == "cosine_with_min_lr" and (least := settings.pop("min_lr_rate", None)) is not None:
         draft.put("train.schedule.final_ratio", least, f"lr_scheduler_kwargs: min_lr_rate: {least}")
-    if name == WSD:
-        for theirs, field in WSD_SETTINGS.items():
-            draft.put(f"train.schedule.{field}", settings.pop(theirs, None), "lr_scheduler_kwargs")
-    ours = {"constant_with_warmup": "constant"}.get(name, name)
-    if name == "cosine_with_min_lr" and draft.at("train.schedule.final_ratio") is not None:
         ours = "cosine"
+    for theirs, field in WSD_SETTINGS.items() if name == WSD else ():
+        draft.put(f"train.schedule.{field}", settings.pop(theirs, None), "lr_scheduler_kwargs")
     if ours not in ("constant", "linear", "cosine", WSD) or settings:
         draft.block(key, [name, settings], f"train.schedule.name: constant, linear, cosine, {WSD}")
         return
     draft.put("train.schedule.name", ours, f"{key}: {name}")
-    if name == "constant":
-        return
-    if steps:
+    if steps and name != "constant":
         draft.put("train.schedule.warmup_steps", int(steps), f"warmup_steps: {steps}")
-    elif ratio:
-        draft.put("train.schedule.warmup_ratio", ratio, f"warmup_ratio: {ratio}")
+    elif ratio and name != "constant":
+        draft.note("train.schedule.warmup_ratio", ratio, "warmup_ratio")
 
 
 def put_precision(draft: Draft, usual: str) -> None:
     """Types of numbers."""
-    bf16, half, pure = draft.take("bf16"), draft.take("fp16"), draft.take("pure_bf16")
+    named = {key: draft.take(key) for key in ("bf16", "fp16", "pure_bf16", "fp8")}
+    bf16, half, pure, fp8 = named.values()
     types = [draft.take(key) for key in ("dtype", "torch_dtype", "bnb_4bit_compute_dtype")]
-    if half and half not in OFF:
+    if fp8:
+        found = "bfloat16"
+    elif half and half not in OFF:
         found = "float16"
     elif bf16 == "auto":
         found = "auto"
@@ -172,12 +168,7 @@ def put_precision(draft: Draft, usual: str) -> None:
         found = next((name for name in types[:2] if name in ("bfloat16", "float16")), usual)
     else:
         found = "float32"
-    fp8 = draft.take("fp8")
-    found = "bfloat16" if fp8 else found
-    named = {"bf16": bf16, "fp16": half, "pure_bf16": pure, "fp8": fp8}
-    origin = ", ".join(
-        f"{key}: {value}".lower() for key, value in named.items() if value is not None
-    )
+    origin = ", ".join(f"{k}: {value}".lower() for k, value in named.items() if value is not None)
     draft.put("precision.param_dtype", found, origin or "neither bf16 nor fp16")
     if pure:
         draft.change("pure_bf16: trained weights keep a float32 copy here")
@@ -191,7 +182,7 @@ def put_evaluation(draft: Draft) -> None:
     often = draft.take("eval_strategy", draft.take("evaluation_strategy", "no"))
     every, save, steps = (draft.take(key) for key in ("eval_steps", "save_strategy", "save_steps"))
     if isinstance(every, int) and (often == "steps" or draft.tool == "Axolotl"):
-        draft.put("train.eval_every", every, f"eval_steps: {every}")
+        draft.note("train.eval_every", every, "eval_steps")
     elif often not in OFF or every is not None:
         draft.skip("eval_strategy", f"{often}, eval_steps: {every}; here at the end", "logging")
     if save in ("no", False):
@@ -201,12 +192,11 @@ def put_evaluation(draft: Draft) -> None:
     elif save == "best":
         draft.block("save_strategy", save, f"checkpoint.keep_best, {BY_STEPS}")
     elif save in ("steps", None) and isinstance(steps, int):
-        draft.put("checkpoint.every", steps, f"save_steps: {steps}")
+        draft.note("checkpoint.every", steps, "save_steps")
     _put_choice(draft, steps)
-    resume = draft.take("resume_from_checkpoint", False)
-    if resume is not False:
-        origin = draft.origin("resume_from_checkpoint", resume)
-        draft.put("checkpoint.resume", "auto" if resume is True else draft.path(resume), origin)
+    if resume := draft.take("resume_from_checkpoint"):
+        chosen, origin = draft.path(resume), given("resume_from_checkpoint", resume)
+        draft.put("checkpoint.resume", "auto" if resume is True else chosen, origin)
 
 
 def _put_choice(draft: Draft, save_steps: Any) -> None:
@@ -216,7 +206,7 @@ def _put_choice(draft: Draft, save_steps: Any) -> None:
     if draft.keys.get("metric_for_best_model") in ("loss", "eval_loss"):
         draft.take("metric_for_best_model")
     if patience and every:
-        draft.put("train.early_stopping.patience", patience, f"{key}: {patience}")
+        draft.note("train.early_stopping.patience", patience, key)
     elif patience:
         draft.block(key, patience, f"train.early_stopping, {BY_STEPS}")
     origin = "load_best_model_at_end: true"
@@ -240,7 +230,7 @@ def put_folder(draft: Draft) -> None:
         own = re.sub(r"^[^A-Za-z0-9]+|[^A-Za-z0-9._-]", "", path.name) or "run"
         draft.put("name", own, f"output_dir: {folder}")
         draft.put("output", str(path.parent), f"output_dir: {folder}")
-    if name not in BLANK:
+    if name is not None:
         draft.skip("run_name", name, "naming")
 
 
@@ -250,4 +240,4 @@ def put_share(draft: Draft, key: str) -> None:
     if share >= 1:
         draft.block(key, share, "data.eval_fraction: a share of the rows")
     elif share:
-        draft.put("data.eval_fraction", share, f"{key}: {share}")
+        draft.note("data.eval_fraction", share, key)
