@@ -189,10 +189,12 @@ def read_run(folder: Path, label: str) -> RunRecord:
             evaluations.append({**numbers, "name": text(record.get("name"))})
         elif "step" in numbers:
             steps[int(numbers["step"])] = numbers
-    files = [_mapping(folder / f"{name}.json") for name in ("run", "job", "report", "versions")]
+    names = ("run", "job", "report", "versions")
+    run, job, report, versions = (_mapping(folder / f"{name}.json") for name in names)
     ranks = [_mapping(path) for path in sorted((folder / "ranks").glob("rank*.json"))]
     in_order = [steps[at] for at in sorted(steps)]
-    return RunRecord(folder, label, *files, in_order, evaluations, ranks, unreadable)
+    files = folder, label, run, job, report, versions
+    return RunRecord(*files, in_order, evaluations, ranks, unreadable)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

@@ -55,7 +55,11 @@ def read_files(
     draft = Draft(file=file, tool=tool, keys=keys, home=home, devices=devices, nodes=nodes)
     for other in others:
         _add(draft, other)
-    READERS[tool](draft)
+    try:
+        READERS[tool](draft)
+    except (TypeError, AttributeError) as error:
+        what = f"a value is not of a type that {tool} has there ({error})"
+        raise RunFileError(f"{file}: {what}; compare it with {tool}'s documentation") from None
     return draft
 
 

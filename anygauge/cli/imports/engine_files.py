@@ -131,6 +131,5 @@ def put_engine(draft: Draft) -> None:
         draft.tree.pop("strategy")
         draft.put("strategy.name", "zero", "FP8 was tried with zero, without offload")
         draft.put("strategy.stage", stage, "the same")
-        draft.change(
-            "strategy: zero without offload, in place of theirs: FP8 was tried with no other"
-        )
+        text = "zero without offload, in place of theirs: FP8 was tried with no other"
+        draft.change(f"strategy: {text}")

@@ -87,7 +87,6 @@ def _put_attention(draft: Draft) -> None:
     """Fused attention has a softmax of its own, which other options do not reach."""
     kind, half = draft.take("attn_implementation"), draft.take("attn_softmax_bf16")
     fused = draft.take("use_flash_attention") or kind == "gaudi_fused_sdpa"
-    causal = draft.take("flash_attention_causal_mask")
     attention = "fused" if fused else "softmax"
     draft.put("backend_options.attention", attention, given("attn_implementation", kind))
     if not fused:
@@ -95,7 +94,7 @@ def _put_attention(draft: Draft) -> None:
     elif half:
         draft.change("backend_options.attention: fused, which ignores --attn_softmax_bf16; "
                      "backend_options.softmax is left out")  # fmt: skip
-    if causal:
+    if draft.take("flash_attention_causal_mask"):
         draft.skip("flash_attention_causal_mask", "causal wherever it can be", "speed")
 
 

@@ -10,15 +10,11 @@ from anygauge.cli.imports.engine_files import find_beside, put_engine, read_mapp
 from anygauge.cli.imports.trainer import put_share, put_training
 from anygauge.interface import RunFileError
 
-STAGES = "stage: sft or pt; TRL for the others"
 FAMILIES = {
     "llama3": "llama-3.*instruct",
-    "qwen3": "qwen3-",
-    "qwen3_nothink": "qwen3-",
-    "qwen3_5": "qwen3[.]5",
-    "qwen3_5_nothink": "qwen3[.]5",
-    "qwen3_vl": "qwen3-vl-.*instruct",
-    "qwen3_vl_nothink": "qwen3-vl-.*instruct",
+    **dict.fromkeys(("qwen3", "qwen3_nothink"), "qwen3-"),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_nothink"), "qwen3[.]5"),
+    **dict.fromkeys(("qwen3_vl", "qwen3_vl_nothink"), "qwen3-vl-.*instruct"),
     "qwen": "qwen2[.]5",
     "gemma": "gemma-(2-)?[0-9]+b-it",
     "gemma3": "gemma-3-.*-it",
@@ -37,7 +33,7 @@ def read_llamafactory(draft: Draft) -> None:
     """Read LLaMA-Factory's keys."""
     stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
     if stage not in ("sft", "pt"):
-        draft.block("stage", stage, STAGES)
+        draft.block("stage", stage, "stage: sft or pt; TRL for the others")
     name = draft.copy("model_name_or_path", "model.name")
     if re.search("awq|gptq|aqlm|-int4", str(name), re.IGNORECASE):
         draft.block("model_name_or_path", name, "the model that it was made from: model.quantize")
@@ -90,7 +86,7 @@ def _put_data(draft: Draft, stage: Any) -> None:
     chosen = {"train": draft.items("dataset"), "eval": draft.items("eval_dataset")}
     packed, neat = draft.take("packing", stage == "pt"), draft.take("neat_packing", False)
     prompts, history = draft.take("train_on_prompt", False), draft.take("mask_history", False)
-    thinking = draft.take("enable_thinking")
+    thinking, template = draft.take("enable_thinking"), str(draft.take("template", ""))
     table = draft.take("dataset_info")
     if any(chosen.values()) and table is None:
         if str(folder).startswith(("REMOTE:", "ONLINE")):
@@ -112,7 +108,6 @@ def _put_data(draft: Draft, stage: Any) -> None:
     draft.change("rows beyond cutoff_len: prompt and answer are cut there, here the end")
     if thinking is not None:
         draft.note("data.chat_template_kwargs.enable_thinking", thinking, "enable_thinking")
-    template = str(draft.take("template", ""))
     family = FAMILIES.get(template, "$.")
     if re.search(family, str(draft.at("model.name")).lower()):
         text = "is written anew there; here the tokenizer's own is used"
