@@ -12,16 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from anygauge.cli import interrupts_end_process
+from anygauge.cli import interrupts_end_process, plan
 from anygauge.cli.fields import schema_text
-from anygauge.cli.plan import (
-    HARDWARE,
-    MACHINE,
-    read_case,
-    show_changes,
-    trial_lines,
-    why_no_verdict,
-)
 from anygauge.cli.shared_options import SetOption
 from anygauge.config.describe import Kind, kind_of_run, meaning_in
 from anygauge.config.document import read_yaml
@@ -70,10 +62,10 @@ def init(
     rows: Annotated[
         str | None, typer.Option(help="A file, its address, or a data set on the hub.")
     ] = None,
-    machine: Annotated[str | None, typer.Option(help=MACHINE)] = None,
+    machine: Annotated[str | None, typer.Option(help=plan.MACHINE)] = None,
     goal: Annotated[str | None, typer.Option(help=f"{', '.join(GOALS)}; default: lora.")] = None,
     max_length: Annotated[int | None, typer.Option(min=2, help="Most tokens in a row.")] = None,
-    hardware: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=HARDWARE)] = None,
+    hardware: Annotated[list[Path] | None, typer.Option(metavar="FILE", help=plan.HARDWARE)] = None,
     set_: SetOption = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite files that exist.")] = False,
 ) -> None:
@@ -92,7 +84,7 @@ def init(
         text, trial, batch = _fit_batch(values, draft, registry)
     write_text(file, text)
     console = Console()
-    verdict, layout, *_ = trial_lines(trial)
+    verdict, layout, *_ = plan.trial_lines(trial)
     console.print(verdict, style="bold")
     console.print(layout)
     chosen, most = trial.run.train.micro_batch_size, batch.lines[BATCH]
@@ -114,7 +106,7 @@ def _ask_missing(given: Mapping[str, str | None], described: Hardware) -> dict[s
         flags = " and ".join(f"--{name}" for name in missing)
         raise UsageError(
             f"give {flags}: standard input is not a terminal, so nobody can be asked. anygauge "
-            f"init --model MODEL --rows ROWS [--machine MACHINE] [--goal {'|'.join(GOALS)}]"
+            f"init --model MODEL --rows ROWS [--machine plan.MACHINE] [--goal {'|'.join(GOALS)}]"
         )
     found = {name: answer for name, answer in given.items() if answer is not None}
     for name, answer in found.items():
@@ -210,8 +202,8 @@ def _draft_run(
     # What the file says, and not the machine.
     said = {"backend": root.get("backend"), "launch.devices": root.get("launch", "devices")}
     own = {path: node.value for path, node in said.items() if node is not None and machine}
-    run, target = read_case(read, [], own, machine or None, described, registry)
-    if missing := why_no_verdict(target.card):
+    run, target = plan.read_case(read, [], own, machine or None, described, registry)
+    if missing := plan.why_no_verdict(target.card):
         raise UsageError(missing)
     return text, run, target
 
@@ -260,9 +252,9 @@ def _fit_batch(
         trial = tried(run, target)
     if not trial.fits:
         console = Console()
-        console.print(next(trial_lines(trial)), style="bold")
+        console.print(next(plan.trial_lines(trial)), style="bold")
         rows = changes.longest_rows(trial, tried)
-        show_changes(console, changes.what_to_change(trial, tried, batch, rows), fits=False)
+        plan.show_changes(console, changes.what_to_change(trial, tried, batch, rows), fits=False)
         raise UnsupportedError(
             "no run file is written: such a run does not fit. Pass one of these --set, another "
             "--goal, or a --machine with more memory"

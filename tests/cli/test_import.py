@@ -23,9 +23,7 @@ TABLES = {
     "trl": ("trainer", "trl"),
     "llamafactory": ("trainer", "llamafactory"),
     "habana": ("trainer", "habana"),
-    "deepspeed": ("deepspeed",),
-    "fsdp": ("fsdp",),
-    "accelerate": ("accelerate",),
+    "engines": ("engines",),
 }
 
 AXOLOTL: dict[str, Any] = {

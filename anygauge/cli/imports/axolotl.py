@@ -58,7 +58,7 @@ SOURCE_IDLE |= {"preprocess_shards"}
 
 def read_axolotl(draft: Draft) -> None:
     """Read Axolotl's keys."""
-    name = draft.copy("base_model", "model.name")
+    name = draft.note("model.name", draft.take("base_model"), "base_model")
     if QUANTIZED.search(str(name)):
         draft.block("base_model", name, "the model that it was made from, with model.quantize")
     put_engine(draft)
@@ -162,7 +162,6 @@ def _put_vocabulary(draft: Draft) -> None:
             draft.block(key, token, "model.tokenizer: a folder of its files with this token")
     # As the model's own files say it, and its chat template.
     draft.forget("(tokenizer_type|tokenizer_use_fast|eot_tokens|loss_watchdog_patience)$")
-    draft.copy("tokenizer_config", "model.tokenizer")
 
 
 def _put_data(draft: Draft) -> None:

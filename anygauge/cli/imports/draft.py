@@ -143,24 +143,15 @@ class Draft:
                 raise RunFileError(f"{self.file}: {origin}: {section!r} is set already")
         at[name] = Leaf(self.path(value) if path.endswith(PATHS) else value, origin)
 
-    def note(self, path: str, value: Any, key: str) -> None:
-        """Set a field to a value that a key has there."""
+    def note(self, path: str, value: Any, key: str) -> Any:
+        """Set a field to a value that a key has there, and return it."""
         self.put(path, value, given(key, value))
+        return value
 
     def put_sources(self, place: str, sources: list[dict[str, Leaf]]) -> None:
         """Set ``data.train`` or ``data.eval``."""
         if sources:
             self.tree.setdefault("data", {})[place] = sources[0] if len(sources) == 1 else sources
-
-    def copy(self, key: str, path: str, usual: Any = None) -> Any:
-        """Set a field to a key's value, or to what the tool does without the key."""
-        value = self.take(key)
-        self.put(path, usual if value is None else value, self.origin(key, value))
-        return usual if value is None else value
-
-    def origin(self, key: str, value: Any) -> str:
-        """Where a value comes from: the key with its value, or the tool's default."""
-        return f"{self.tool}'s default" if value is None else given(key, value)
 
     def at(self, path: str) -> Any:
         """The value of a field of ours, or None."""

@@ -60,7 +60,7 @@ def put_deepspeed(draft: Draft, values: Mapping[str, Any], name: str) -> None:
     ]
     if away:
         draft.put("strategy.offload", away[0] if len(away) == 1 else "both", f"{name}: offload_*")
-    draft.apply("deepspeed", values=flat, above=f"{name}: ")
+    draft.apply("engines", values=flat, above=f"{name}: ")
 
 
 def put_fsdp(draft: Draft, options: Any, values: Mapping[str, Any], name: str = "fsdp") -> None:
@@ -76,7 +76,7 @@ def put_fsdp(draft: Draft, options: Any, values: Mapping[str, Any], name: str = 
         draft.put("strategy.gather", "step", f"{name}_config: weights are gathered once a step")
     if any(word.startswith("hybrid_shard") for word in said) and draft.nodes > 1:
         draft.put("strategy.dp_replicate", draft.nodes, f"{name}: hybrid_shard")
-    draft.apply("fsdp", values=flat, above=f"{name}_config: ")
+    draft.apply("engines", values=flat, above=f"{name}_config: ")
 
 
 def put_accelerate(draft: Draft, values: dict[str, Any], name: str) -> None:
@@ -105,7 +105,7 @@ def put_accelerate(draft: Draft, values: dict[str, Any], name: str) -> None:
     elif kind not in ("NO", "DEEPSPEED") and not kind.startswith("MULTI_"):
         draft.block(f"{name}: distributed_type", kind, "strategy: fsdp, ddp or zero")
     left |= {f"deepspeed_config.{key}": value for key, value in zero.items()}
-    draft.apply("accelerate", values=dict(flatten_values(left)), above=f"{name}: ")
+    draft.apply("engines", values=dict(flatten_values(left)), above=f"{name}: ")
 
 
 def put_engine(draft: Draft) -> None:

@@ -34,7 +34,7 @@ def read_llamafactory(draft: Draft) -> None:
     stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
     if stage not in ("sft", "pt"):
         draft.block("stage", stage, "stage: sft or pt; TRL for the others")
-    name = draft.copy("model_name_or_path", "model.name")
+    name = draft.note("model.name", draft.take("model_name_or_path"), "model_name_or_path")
     if re.search("awq|gptq|aqlm|-int4", str(name), re.IGNORECASE):
         draft.block("model_name_or_path", name, "the model that it was made from: model.quantize")
     put_engine(draft)

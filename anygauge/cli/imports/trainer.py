@@ -34,7 +34,8 @@ def read_trainer(draft: Draft) -> None:
     put_training(draft, "bfloat16" if trl else "float32")
     if draft.take("load_in_4bit"):
         draft.put("model.quantize.type", "nf4", "load_in_4bit: true")
-        draft.copy("use_bnb_nested_quant", "model.quantize.double_quantization", False)
+        double = bool(draft.take("use_bnb_nested_quant"))
+        draft.put("model.quantize.double_quantization", double, "use_bnb_nested_quant")
     elif draft.take("load_in_8bit"):
         draft.put("model.quantize.type", "int8", "load_in_8bit: true")
     if not draft.take("use_peft", trl and any("lora_" in key for key in draft.keys)):
