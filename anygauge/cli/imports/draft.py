@@ -3,9 +3,8 @@
 A table (`tables/*.toml`) sorts keys: one is one of `ours`; it means `nothing` here, since it
 sets speed, logging, naming, upload or telemetry alone; or it is `not_offered`, with the nearest
 thing. Of the last, values are harmless that say what anygauge does anyway: off, or as listed.
-A key that `changes` the result is read, and what differs is said. Of keys that mean nothing, a
-name may end in `*`. Fields that are the same for all of a tool's files are `fixed`; what a tool
-does without a key, where that is not our default, is `usual`.
+What differs with a key that `changes` the result is said. In lists of keys, `*` stands for any
+text. What a tool does without a key, where that is not our default, is `usual`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from anygauge.util.text import shorten
 OFF = (False, 0, "no", "none", "None", "auto", "off")
 BLANK: tuple[Any, ...] = (None, "", [], {})
 """Values of a key that is left empty."""
-PARTS = ("ours", "nothing", "not_offered", "changes", "harmless", "fixed", "usual")
+PARTS = ("ours", "nothing", "not_offered", "changes", "harmless", "usual")
 PATHS = (".path", "model.name", ".tokenizer", ".chat_template", ".start_from")
 """How fields of ours end that may name a file or folder."""
 
@@ -199,13 +198,11 @@ class Draft:
             above: its name, for messages.
         """
         table, beside = load_table(*tables), dict[str, list[str]]()
-        for path, value in table["fixed"].items():
-            self.put(path, value, self.tool)
         for key, value in {**(self.keys if values is None else values)}.items():
             if value in BLANK:
                 continue
             name, last = f"{above}{key}", key.rpartition(".")[2] if above else key
-            if key in table["changes"]:
+            if key in table["changes"] and value is not False:
                 self.change(f"{given(name, value)}: {table['changes'][key]}")
             if key in table["ours"]:
                 path, _, conversion = table["ours"][key].partition(": ")
