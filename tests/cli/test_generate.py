@@ -1,10 +1,14 @@
-"""``anygauge generate``: models that are not there, and answers that are empty."""
+"""``anygauge generate``: models that are not there; prompts, files of prompts, and chats."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +19,10 @@ from transformers import PretrainedConfig
 from anygauge.cli import run as command
 from anygauge.cli.trained import model_origin
 from anygauge.config.schema import ModelSection
-from anygauge.data import prompt_ids
-from anygauge.interface import FULL, ModelError, UsageError
+from anygauge.interface import FULL, DataError, ModelError, UsageError
 from anygauge.util.files import write_text
-from tests.helpers.tiny_tokenizer import make_tokenizer
+from tests.helpers.chats import make_chat_tokenizer, template
+from tests.helpers.runs import check_here, save_tiny
 from tests.standins.hub import Hub
 
 
@@ -87,10 +91,50 @@ def test_a_checkpoint_is_an_adapter_wherever_it_lies(tmp_path: Path) -> None:
     assert (origin.section.name, origin.adapter) == ("owner/name", adapter)
 
 
-@pytest.mark.parametrize("answer", ["", "yes"])
-def test_an_empty_answer_is_told(
-    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+# -- prompts, files of them, chats; what the model itself does is made up --------------------------
+
+
+class Talk:
+    """A model that answers each prompt with its next line.
+
+    Attributes:
+        asked: each prompt as text; of the base alone, behind ``base: ``.
+        answers: its lines; of an error, it is raised.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.is_base = folder, False
+        self.tokenizer: Any = make_chat_tokenizer(folder)
+        self.config = PretrainedConfig(vocab_size=512)
+        self.asked: list[str] = []
+        self.answers: Iterator[str | BaseException] = iter(())
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self.is_base = True
+        yield
+        self.is_base = False
+
+    def answer(self, model: Any, tokenizer: Any, ids: Any, *, stream: bool, **options: Any) -> str:
+        self.asked.append("base: " * self.is_base + self.tokenizer.decode(ids))
+        found = next(self.answers)
+        if isinstance(found, BaseException):
+            raise found
+        if stream:
+            print(found)
+        return found
+
+    def generate(self, *options: str, answers: Iterable[str | BaseException]) -> list[str]:
+        """What it was asked by a command."""
+        self.answers, self.asked = iter(answers), []
+        assert command(["generate", str(self.folder), *options]) == 0
+        assert next(self.answers, None) is None
+        return self.asked
+
+
+@pytest.fixture
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """A model in a folder with a chat template, and an adapter beside it."""
     import anygauge
     from anygauge.models import generate
 
@@ -101,23 +145,152 @@ def test_an_empty_answer_is_told(
         )
         yield SimpleNamespace(placement=placement, support=lambda name: FULL, attention="eager")
 
-    asked = []
-
-    def says(model: Any, tokenizer: Any, ids: Any, **options: Any) -> str:
-        asked.append(ids)
-        return answer
-
+    check_here(monkeypatch)
+    talk = Talk(tmp_path / "model")
+    talk.tokenizer.chat_template = template("inst")
+    talk.tokenizer.save_pretrained(talk.folder)
+    write_text(tmp_path / "adapter/adapter_config.json", '{"base_model_name_or_path": "model"}')
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(anygauge, "open_backend", open_backend)
-    monkeypatch.setattr(
-        generate,
-        "load_for_inference",
-        lambda *_, **options: SimpleNamespace(config=PretrainedConfig(vocab_size=512)),
-    )
-    monkeypatch.setattr(generate, "generate", says)
-    tokenizer = make_tokenizer(tmp_path)
+    monkeypatch.setattr(generate, "load_for_inference", lambda *_, **options: talk)
+    monkeypatch.setattr(generate, "generate", talk.answer)
+    return talk
+
+
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: list[str | type[BaseException]]) -> None:
+    """Have these lines typed; of an error, its key is pressed."""
+    lines = iter(typed)
+
+    def type_line(prompt: str) -> str:
+        line = next(lines)
+        if isinstance(line, str):
+            return line
+        raise line
+
+    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+
+
+@pytest.mark.parametrize("answer", ["", "yes"])
+def test_an_empty_answer_is_told(
+    answer: str, talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # A file that an editor began with a byte order mark.
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffhello\n"))
-    assert command(["generate", str(tmp_path)]) == 0
-    assert asked == [prompt_ids(tokenizer, "hello")]
+    assert talk.generate("--raw", answers=[answer]) == ["<s>hello"]
     err = capsys.readouterr().err
     assert ("the model ended it with its first token" in err) == (not answer)
+
+
+def test_base_and_adapter_answer_one_prompt(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--adapter", "adapter", "--compare", "--prompt", "a"]
+    asked = talk.generate(*options, answers=["b", "c"])
+    assert asked == ["base: <s>[INST] a[/INST]", "<s>[INST] a[/INST]"]
+    assert capsys.readouterr().out == "base:\nb\nadapter:\nc\n"
+
+
+def test_a_chat_keeps_what_was_said(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_a_terminal(monkeypatch, ["a", " ", "b", "c", KeyboardInterrupt, "/new", "d", "/quit"])
+    first = "<s>[INST] a[/INST]"
+    more = f"{first}x</s>[INST] "
+    assert talk.generate(answers=["x", KeyboardInterrupt(), "z", "u"]) == [
+        *(first, f"{more}b[/INST]", f"{more}c[/INST]", "<s>[INST] d[/INST]")
+    ]
+    assert capsys.readouterr().err.startswith("A chat: /new begins again, /quit or Ctrl-D ends it")
+
+
+def test_in_a_chat_base_and_adapter_keep_their_own(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_a_terminal(monkeypatch, ["a", "b", EOFError])
+    options = ["--adapter", "adapter", "--compare"]
+    assert talk.generate(*options, answers=["x", "y", "u", "v"])[2:] == [
+        "base: <s>[INST] a[/INST]x</s>[INST] b[/INST]",
+        "<s>[INST] a[/INST]y</s>[INST] b[/INST]",
+    ]
+
+
+def test_without_a_template_prompts_stand_alone(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_a_terminal(monkeypatch, ["a", "b", EOFError])
+    assert talk.generate("--raw", answers=["x", "y"]) == ["<s>a", "<s>b"]
+    assert capsys.readouterr().err.endswith("each prompt stands alone\n")
+
+
+def test_prompts_of_files(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    turns = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "x"},
+        {"role": "user", "content": "é"},
+    ]
+    write_text("some.txt", "a b\n\nc\nd\n")
+    rows = [{"prompt": "a", "completion": "of training"}, {"messages": turns}]
+    write_text("some.jsonl", "\n".join(map(json.dumps, rows)))
+    asked = talk.generate("--prompts", "some.txt", answers="xyz")
+    assert asked == [f"<s>[INST] {text}[/INST]" for text in ("a b", "c", "d")]
+    written = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert written == [
+        {"prompt": text, "answer": answer}
+        for text, answer in zip(("a b", "c", "d"), "xyz", strict=True)
+    ]
+    options = ["--prompts", "some.jsonl", "--output", "answers.jsonl"]
+    compared = [*options, "--adapter", "adapter", "--compare"]
+    asked = talk.generate(*compared, answers="uvxy")
+    assert asked[3] == "<s>[INST] a[/INST]x</s>[INST] é[/INST]"
+    assert [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()] == [
+        {"prompt": "a", "base": "u", "adapter": "v"},
+        {"messages": turns, "base": "x", "adapter": "y"},
+    ]
+    # What was answered before Ctrl-C is there.
+    Path("answers.jsonl").unlink()
+    with pytest.raises(KeyboardInterrupt):
+        talk.generate(*options, answers=["u", KeyboardInterrupt()])
+    assert Path("answers.jsonl").read_text() == '{"prompt": "a", "answer": "u"}\n'
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--prompts a.jsonl --prompt b", "--prompt and --prompts: give one of them"),
+        ("--prompts a.jsonl --output a.jsonl", r"--output a\.jsonl: name a new file"),
+        ("--prompt a --output b.jsonl", r"--output b\.jsonl: .* give --prompts FILE"),
+        ("--prompt a --compare", "--compare: there is no adapter to compare .* --adapter FOLDER"),
+        ("--prompts a.jsonl", r"a\.jsonl:2: no column 'prompt'; columns here: question"),
+        ("--prompts b.jsonl", r"b\.jsonl:1: the last turn is the assistant's; remove it to ask"),
+        ("--prompts c.jsonl --raw", r"--raw: c\.jsonl:1 has turns or tools, which need a template"),
+        ("--prompts e.txt", r"e\.txt is empty; at least one prompt is needed"),
+    ],
+)
+def test_what_cannot_be_asked(options: str, words: str, talk: Talk) -> None:
+    user, other = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    write_text("a.jsonl", '{"prompt": "a"}\n{"question": "b"}\n')
+    write_text("b.jsonl", json.dumps({"messages": [user, other]}))
+    write_text("c.jsonl", json.dumps({"messages": [user, other, user]}))
+    write_text("e.txt", "\n\n")
+    with pytest.raises((DataError, UsageError), match=words):
+        talk.generate(*options.split(), answers=[])
+    assert talk.asked == []
+
+
+@pytest.mark.slow
+def test_a_chat_on_a_real_terminal(tmp_path: Path) -> None:
+    import pty
+
+    folder = save_tiny(tmp_path / "model")
+    command_line = [sys.executable, "-m", "anygauge.cli", "generate", str(folder)]
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*command_line, "--backend", "cpu"], stdin=theirs, stdout=theirs
+    ) as process:
+        os.close(theirs)
+        shown = b""
+        for wanted, typed in ((b"> ", b"hellp\x7fo\n"), (b"\n> ", b"\x04")):
+            while not shown.endswith(wanted):
+                shown += os.read(ours, 1)
+            os.write(ours, typed)
+        assert process.wait(timeout=100) == 0
+    assert b"> hello" in shown.replace(b"p\x08 \x08", b"").replace(b"p\x08\x1b[K", b"")

@@ -20,6 +20,7 @@ from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.runs import TINY, Run, run_file, tiny_model, trained_here
+from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
 QUESTION = "Say it."
 ASKED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -136,6 +137,42 @@ def test_plain_libraries_ask_and_stop_as_trained(
     model = by_plain_libraries(results[kind], base, tmp_path / "weights")
     answer = model.generate(input_ids=ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :]
     assert tokenizer.decode(answer) == ANSWER
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter", "merged"])
+def test_what_was_pushed_is_asked_and_stops_as_trained(
+    results: Mapping[str, Path],
+    base: Path,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub import constants
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    published = {path.name: path.read_bytes() for path in base.iterdir()}
+    before = {path: path.read_bytes() for path in results[kind].rglob("*")}
+    run = results[kind] if kind == "merged" else results[kind].parent
+    with Hub({"them/base": Repository(files=published)}) as hub:
+        use_hub(monkeypatch, hub, tmp_path)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert command(["push", str(run), "me/it", "--base", "them/base"]) == 0
+        sent = hub.repositories["me/it"].files
+        assert {*sent} == {path.name for path in before}
+        assert str(base).encode() not in b"".join(sent.values())
+        loading = AutoPeftModelForCausalLM if kind == "adapter" else AutoModelForCausalLM
+        model = loading.from_pretrained("me/it").eval()
+        model.generation_config = GenerationConfig.from_pretrained("me/it")
+        tokenizer = AutoTokenizer.from_pretrained("me/it")
+    assert {path: path.read_bytes() for path in results[kind].rglob("*")} == before
+    turns = [{"role": "user", "content": QUESTION}]
+    asked = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, do_sample=False, max_new_tokens=20)[0]
+    assert tokenizer.decode(answer) == ASKED + ANSWER
 
 
 def test_generate_takes_each_folder(
