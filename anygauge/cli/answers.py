@@ -40,9 +40,7 @@ Ask = Callable[[list[int], str, bool], str]
 def generate(
     model: ModelArgument,
     prompt: Annotated[str | None, typer.Option(help=PROMPT)] = None,
-    prompts: Annotated[
-        Path | None, typer.Option(help=PROMPTS, metavar="FILE", exists=True, dir_okay=False)
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help=PROMPTS, metavar="FILE")] = None,
     output: Annotated[Path | None, typer.Option(help=OUTPUT, metavar="FILE")] = None,
     compare: Annotated[bool, typer.Option("--compare", help=COMPARE)] = False,
     adapter: Annotated[
@@ -57,8 +55,8 @@ def generate(
     backend: BackendOption = None,
 ) -> None:
     """Let a model answer a prompt, or all of a file; at a terminal without either, in a chat."""
-    if prompts is not None and prompt is not None:
-        raise UsageError("--prompt and --prompts: give one of them")
+    if prompts is not None and (prompt is not None or not prompts.is_file()):
+        raise UsageError(f"--prompts {prompts}: give a file that is here, without --prompt")
     if output is not None and (prompts is None or output.exists()):
         raise UsageError(f"--output {output}: name a new file, and give --prompts FILE")
     origin = model_origin(model, adapter, tokenizer)

@@ -90,12 +90,12 @@ def upload(folder: Path, name: str, *, private: bool, message: str) -> str:
             api.upload_folder(repo_id=name, folder_path=folder, commit_message=message)
     except Exception as error:  # which class it is depends on the library below the library
         chain = [*error_chain(error)]
-        cause = next((one for one in chain if getattr(one, "response", None)), chain[-1])
+        cause = next((one for one in chain if hasattr(one, "response")), chain[-1])
         status = getattr(getattr(cause, "response", None), "status_code", 500)
         kind, remedy = ModelError, f"Check the name, and log in: {log_in}"
         if status >= 500 or status == 429:
             kind = HubUnreachableError
-            remedy = "Check the network, HTTPS_PROXY, HF_ENDPOINT and HF_HUB_OFFLINE, and repeat it"
+            remedy = "Try again; check the network, HTTPS_PROXY, HF_ENDPOINT and HF_HUB_OFFLINE"
         where = f"{constants.ENDPOINT}/{name}"
         raise kind(f"the upload to {where} failed: {error_reason(cause)}. {remedy}") from None
     if is_public:

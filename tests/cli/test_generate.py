@@ -22,7 +22,7 @@ from anygauge.config.schema import ModelSection
 from anygauge.interface import FULL, DataError, ModelError, UsageError
 from anygauge.util.files import write_text
 from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.runs import check_here, save_tiny
+from tests.helpers.runs import save_tiny
 from tests.standins.hub import Hub
 
 
@@ -145,7 +145,6 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
         )
         yield SimpleNamespace(placement=placement, support=lambda name: FULL, attention="eager")
 
-    check_here(monkeypatch)
     talk = Talk(tmp_path / "model")
     talk.tokenizer.chat_template = template("inst")
     talk.tokenizer.save_pretrained(talk.folder)
@@ -245,17 +244,19 @@ def test_prompts_of_files(talk: Talk, capsys: pytest.CaptureFixture[str]) -> Non
         {"messages": turns, "base": "x", "adapter": "y"},
     ]
     # What was answered before Ctrl-C is there.
-    Path("answers.jsonl").unlink()
-    with pytest.raises(KeyboardInterrupt):
-        talk.generate(*options, answers=["u", KeyboardInterrupt()])
-    assert Path("answers.jsonl").read_text() == '{"prompt": "a", "answer": "u"}\n'
+    talk.answers = iter(["u", KeyboardInterrupt()])
+    ask = ["generate", str(talk.folder), "--raw", "--prompts", "some.txt", "--output", "some.jsonl"]
+    Path("some.jsonl").unlink()
+    assert command(ask) == 130
+    assert Path("some.jsonl").read_text() == '{"prompt": "a b", "answer": "u"}\n'
     assert capsys.readouterr().out == ""
 
 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ("--prompts a.jsonl --prompt b", "--prompt and --prompts: give one of them"),
+        ("--prompts a.jsonl --prompt b", "--prompts .*: give a file that is here, without --pr"),
+        ("--prompts missing.txt", "--prompts missing.txt: give a file that is here"),
         ("--prompts a.jsonl --output a.jsonl", r"--output a\.jsonl: name a new file"),
         ("--prompt a --output b.jsonl", r"--output b\.jsonl: .* give --prompts FILE"),
         ("--prompt a --compare", "--compare: there is no adapter to compare .* --adapter FOLDER"),
