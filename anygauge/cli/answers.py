@@ -15,7 +15,7 @@ from anygauge.cli.shared_options import BackendOption, ModelArgument, TokenizerO
 from anygauge.cli.trained import ModelOrigin, fetch_model, model_origin, prompt_format, question_ids
 from anygauge.data import prompt_ids, read_questions
 from anygauge.data.formats import Chat, Turn, user_chat
-from anygauge.interface import UsageError
+from anygauge.interface import DataError, UsageError
 from anygauge.util.console import Console
 
 EMPTY_ANSWER = (
@@ -186,3 +186,5 @@ def _chat(origin: ModelOrigin, tokenizer: Any, ask: Ask, who: Sequence[str], *, 
             return print()
         except KeyboardInterrupt:
             print()
+        except MemoryError:
+            raise DataError("the chat template takes more memory than there is") from None

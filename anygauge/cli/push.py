@@ -12,14 +12,12 @@ from anygauge.interface import UsageError
 from anygauge.util.console import Console
 from anygauge.util.text import format_bytes
 
-RUN = "A run directory, or the folder of an adapter or a model."
-NAME = "A repository of the hub, OWNER/NAME; made if missing."
 BASE = "The base's name on the hub, for an adapter whose base is a folder."
 
 
 def push(
-    run: Annotated[Path, typer.Argument(help=RUN, metavar="RUN")],
-    name: Annotated[str, typer.Argument(help=NAME, metavar="NAME")],
+    run: Annotated[Path, typer.Argument(help="A run directory, or a result.", metavar="RUN")],
+    name: Annotated[str, typer.Argument(help="On the hub, as OWNER/NAME.", metavar="NAME")],
     base: Annotated[str | None, typer.Option(help=BASE, metavar="HUB/NAME")] = None,
     private: Annotated[bool, typer.Option("--private", help="Make it a private one.")] = False,
     message: Annotated[str, typer.Option(help="Of the commit.")] = "Upload a result of anygauge",

@@ -140,8 +140,7 @@ def _samples(
 
     quiet_libraries()
     tokenizer = load_tokenizer(origin.section)
-    asked = [user_chat(prompt) for prompt in prompts]
-    questions, stop_ids = question_ids(origin, tokenizer, asked)
+    questions, stop_ids = question_ids(origin, tokenizer, [*map(user_chat, prompts)])
     answers: list[list[str]] = []
     with anygauge.open_backend(backend or "auto") as opened:
         precision = resolve_precision(PrecisionSection(), opened.support)

@@ -27,8 +27,7 @@ def result_folder(run: Path) -> Path:
             return folder
     raise UsageError(
         f"{run} has no result (looked at {run.absolute()}, and for adapter/ and model/ in it)"
-        f"{near_file(run.absolute())}; give the directory of a run that has finished, or the "
-        "folder of an adapter or of a model"
+        f"{near_file(run.absolute())}; give a run that has finished, an adapter or a model"
     )
 
 

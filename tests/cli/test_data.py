@@ -195,4 +195,4 @@ def test_a_template_beyond_all_memory_is_ended_with_a_prompt(tmp_path: Path) -> 
         rf"^the chat template of {tmp_path} took more than 4\.0 GiB to render the prompt\. Correct"
     )
     with pytest.raises(DataError, match=said):
-        prepare.render(section, None, "What?")
+        prepare.render(section, None, [user_chat("What?")])

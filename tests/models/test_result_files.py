@@ -175,6 +175,32 @@ def test_what_was_pushed_is_asked_and_stops_as_trained(
     assert tokenizer.decode(answer) == ASKED + ANSWER
 
 
+def test_vllm_and_llama_cpp_find_what_they_read(results: Mapping[str, Path]) -> None:
+    """By their sources: `vllm/lora/peft_helper.py` and `utils.py` of vLLM 0.33.0 (commit
+    4ba787ec9); `convert_lora_to_gguf.py`, `conversion/base.py` and `gguf/vocab.py` of llama.cpp
+    (commit 0c1e57098, which llama-cpp-python 0.3.36 contains)."""
+    from safetensors import safe_open
+
+    config = fields_of(results["adapter"] / "adapter_config.json")
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (16, 32, False)
+    assert isinstance(config["target_modules"], list)
+    assert config["bias"] == "none" and config["init_lora_weights"] is True
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    refused = ("modules_to_save", "use_dora", "lora_bias", "alora_invocation_tokens")
+    refused += ("layer_replication", "use_bdlora", "use_qalora", "invocation_string")
+    assert not any(config.get(name) for name in refused)
+    assert config["base_model_name_or_path"]
+    with safe_open(results["adapter"] / "adapter_model.safetensors", "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a mapping
+            layer, factor, kind = name.rsplit(".", 2)
+            assert layer.startswith("base_model.model.model.layers.")
+            assert factor in ("lora_A", "lora_B") and kind == "weight"
+            assert tensors.get_tensor(name).shape[factor == "lora_B"] == 16
+    for kind in ("model", "merged"):
+        assert fields_of(results[kind] / "config.json")["architectures"] == ["LlamaForCausalLM"]
+        assert {*BESIDE, "tokenizer_config.json"} <= {path.name for path in results[kind].iterdir()}
+
+
 def test_generate_takes_each_folder(
     results: Mapping[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
