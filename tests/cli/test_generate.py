@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,8 +18,7 @@ from anygauge.cli.trained import model_origin
 from anygauge.config.schema import ModelSection
 from anygauge.interface import FULL, DataError, ModelError, UsageError
 from anygauge.util.files import write_text
-from tests.helpers.chats import make_chat_tokenizer, template
-from tests.helpers.runs import save_tiny
+from tests.helpers.chats import assistant, make_chat_tokenizer, template, user
 from tests.standins.hub import Hub
 
 
@@ -140,9 +136,8 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
     @contextlib.contextmanager
     def open_backend(name: str) -> Iterator[Any]:
-        placement = SimpleNamespace(
-            seed=lambda seed: None, dtypes=frozenset({"float32"}), device="host"
-        )
+        dtypes = frozenset({"float32"})
+        placement = SimpleNamespace(seed=lambda seed: None, dtypes=dtypes, device="host")
         yield SimpleNamespace(placement=placement, support=lambda name: FULL, attention="eager")
 
     talk = Talk(tmp_path / "model")
@@ -188,27 +183,18 @@ def test_base_and_adapter_answer_one_prompt(talk: Talk, capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "base:\nb\nadapter:\nc\n"
 
 
-def test_a_chat_keeps_what_was_said(
+def test_in_a_chat_base_and_adapter_keep_what_each_said(
     talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     at_a_terminal(monkeypatch, ["a", " ", "b", "c", KeyboardInterrupt, "/new", "d", "/quit"])
-    first = "<s>[INST] a[/INST]"
-    more = f"{first}x</s>[INST] "
-    assert talk.generate(answers=["x", KeyboardInterrupt(), "z", "u"]) == [
-        *(first, f"{more}b[/INST]", f"{more}c[/INST]", "<s>[INST] d[/INST]")
+    answers = ["x", "y", KeyboardInterrupt(), "z", "u", "v", "w"]
+    first, base = "<s>[INST] a[/INST]", "base: <s>[INST] a[/INST]"
+    assert talk.generate("--adapter", "adapter", "--compare", answers=answers) == [
+        *(base, first, f"{base}x</s>[INST] b[/INST]"),
+        *(f"{base}x</s>[INST] c[/INST]", f"{first}y</s>[INST] c[/INST]"),
+        *("base: <s>[INST] d[/INST]", "<s>[INST] d[/INST]"),
     ]
     assert capsys.readouterr().err.startswith("A chat: /new begins again, /quit or Ctrl-D ends it")
-
-
-def test_in_a_chat_base_and_adapter_keep_their_own(
-    talk: Talk, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    at_a_terminal(monkeypatch, ["a", "b", EOFError])
-    options = ["--adapter", "adapter", "--compare"]
-    assert talk.generate(*options, answers=["x", "y", "u", "v"])[2:] == [
-        "base: <s>[INST] a[/INST]x</s>[INST] b[/INST]",
-        "<s>[INST] a[/INST]y</s>[INST] b[/INST]",
-    ]
 
 
 def test_without_a_template_prompts_stand_alone(
@@ -220,36 +206,25 @@ def test_without_a_template_prompts_stand_alone(
 
 
 def test_prompts_of_files(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
-    turns = [
-        {"role": "user", "content": "a"},
-        {"role": "assistant", "content": "x"},
-        {"role": "user", "content": "é"},
-    ]
     write_text("some.txt", "a b\n\nc\nd\n")
+    asked = talk.generate("--raw", "--prompts", "some.txt", answers="xyz")
+    assert asked == ["<s>a b", "<s>c", "<s>d"]
+    written = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert written[0] == {"prompt": "a b", "answer": "x"} and len(written) == 3
+    turns = [user("a"), assistant("x"), user("é")]
     rows = [{"prompt": "a", "completion": "of training"}, {"messages": turns}]
     write_text("some.jsonl", "\n".join(map(json.dumps, rows)))
-    asked = talk.generate("--prompts", "some.txt", answers="xyz")
-    assert asked == [f"<s>[INST] {text}[/INST]" for text in ("a b", "c", "d")]
-    written = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert written == [
-        {"prompt": text, "answer": answer}
-        for text, answer in zip(("a b", "c", "d"), "xyz", strict=True)
-    ]
-    options = ["--prompts", "some.jsonl", "--output", "answers.jsonl"]
-    compared = [*options, "--adapter", "adapter", "--compare"]
-    asked = talk.generate(*compared, answers="uvxy")
+    options = ["--prompts", "some.jsonl", "--output", "new.jsonl", "--adapter", "adapter"]
+    asked = talk.generate(*options, "--compare", answers="uvxy")
     assert asked[3] == "<s>[INST] a[/INST]x</s>[INST] é[/INST]"
-    assert [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()] == [
+    assert [json.loads(line) for line in Path("new.jsonl").read_text().splitlines()] == [
         {"prompt": "a", "base": "u", "adapter": "v"},
         {"messages": turns, "base": "x", "adapter": "y"},
     ]
     # What was answered before Ctrl-C is there.
     talk.answers = iter(["u", KeyboardInterrupt()])
-    ask = ["generate", str(talk.folder), "--raw", "--prompts", "some.txt", "--output", "some.jsonl"]
-    Path("some.jsonl").unlink()
-    assert command(ask) == 130
-    assert Path("some.jsonl").read_text() == '{"prompt": "a b", "answer": "u"}\n'
-    assert capsys.readouterr().out == ""
+    assert command(["generate", "model", "--raw", "--prompts", "some.txt"]) == 130
+    assert capsys.readouterr().out == '{"prompt": "a b", "answer": "u"}\n'
 
 
 @pytest.mark.parametrize(
@@ -267,31 +242,10 @@ def test_prompts_of_files(talk: Talk, capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_what_cannot_be_asked(options: str, words: str, talk: Talk) -> None:
-    user, other = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
     write_text("a.jsonl", '{"prompt": "a"}\n{"question": "b"}\n')
-    write_text("b.jsonl", json.dumps({"messages": [user, other]}))
-    write_text("c.jsonl", json.dumps({"messages": [user, other, user]}))
+    write_text("b.jsonl", json.dumps({"messages": [user("a"), assistant("b")]}))
+    write_text("c.jsonl", json.dumps({"messages": [user("a"), assistant("b"), user("c")]}))
     write_text("e.txt", "\n\n")
     with pytest.raises((DataError, UsageError), match=words):
         talk.generate(*options.split(), answers=[])
     assert talk.asked == []
-
-
-@pytest.mark.slow
-def test_a_chat_on_a_real_terminal(tmp_path: Path) -> None:
-    import pty
-
-    folder = save_tiny(tmp_path / "model")
-    command_line = [sys.executable, "-m", "anygauge.cli", "generate", str(folder)]
-    ours, theirs = pty.openpty()
-    with subprocess.Popen(
-        [*command_line, "--backend", "cpu"], stdin=theirs, stdout=theirs
-    ) as process:
-        os.close(theirs)
-        shown = b""
-        for wanted, typed in ((b"> ", b"hellp\x7fo\n"), (b"\n> ", b"\x04")):
-            while not shown.endswith(wanted):
-                shown += os.read(ours, 1)
-            os.write(ours, typed)
-        assert process.wait(timeout=100) == 0
-    assert b"> hello" in shown.replace(b"p\x08 \x08", b"").replace(b"p\x08\x1b[K", b"")

@@ -214,24 +214,17 @@ def _write(
         return 200, {"url": f"{hub.address}/{name}", "name": name}
     repository = hub.repositories[made[2]]
     if made[3] == "preupload":
-        modes = {True: "lfs", False: "regular"}
-        return 200, {
-            "files": [
-                {"path": file["path"], "uploadMode": modes[file["path"].endswith(LARGE)]}
-                | {"shouldIgnore": False, "oid": None}
-                for file in lines[0]["files"]
-            ]
-        }
+        kinds = {True: "lfs", False: "regular"}
+        files = [
+            {"path": p, "uploadMode": kinds[p.endswith(LARGE)], "shouldIgnore": False}
+            for p in (file["path"] for file in lines[0]["files"])
+        ]
+        return 200, {"files": files}
     if made[3] == "commit":
-        header, *operations = lines
-        repository.messages.append(header["value"]["summary"])
-        arrived = {
-            one["value"]["path"]: hub.large[one["value"]["oid"]]
-            if one["key"] == "lfsFile"
-            else base64.b64decode(one["value"]["content"])
-            for one in operations
-        }
-        repository.files = {**repository.files, **arrived}
+        repository.messages.append(lines[0]["value"]["summary"])
+        for value in (one["value"] for one in lines[1:]):
+            body = hub.large.get(value.get("oid")) or base64.b64decode(value["content"])
+            repository.files = {**repository.files, value["path"]: body}
         address = f"{hub.address}/{made[2]}/commit/{repository.commit}"
         return 200, {"commitUrl": address, "commitOid": repository.commit}
     objects = [
