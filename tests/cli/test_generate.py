@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import PretrainedConfig
@@ -95,7 +96,7 @@ class Talk:
 
     Attributes:
         asked: each prompt as text; of the base alone, behind ``base: ``.
-        answers: its lines; of an error, it is raised.
+        answers: gives its lines; an error is raised.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -103,7 +104,7 @@ class Talk:
         self.tokenizer: Any = make_chat_tokenizer(folder)
         self.config = PretrainedConfig(vocab_size=512)
         self.asked: list[str] = []
-        self.answers: Iterator[str | BaseException] = iter(())
+        self.answers = Mock()
 
     @contextlib.contextmanager
     def disable_adapter(self) -> Iterator[None]:
@@ -113,18 +114,16 @@ class Talk:
 
     def answer(self, model: Any, tokenizer: Any, ids: Any, *, stream: bool, **options: Any) -> str:
         self.asked.append("base: " * self.is_base + self.tokenizer.decode(ids))
-        found = next(self.answers)
-        if isinstance(found, BaseException):
-            raise found
+        found = str(self.answers())
         if stream:
             print(found)
         return found
 
-    def generate(self, *options: str, answers: Iterable[str | BaseException]) -> list[str]:
+    def generate(self, *options: str, answers: Sequence[str | BaseException]) -> list[str]:
         """What it was asked by a command."""
-        self.answers, self.asked = iter(answers), []
+        self.answers, self.asked = Mock(side_effect=answers), []
         assert command(["generate", str(self.folder), *options]) == 0
-        assert next(self.answers, None) is None
+        assert self.answers.call_count == len(answers)
         return self.asked
 
 
@@ -153,15 +152,7 @@ def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
 
 def at_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: list[str | type[BaseException]]) -> None:
     """Have these lines typed; of an error, its key is pressed."""
-    lines = iter(typed)
-
-    def type_line(prompt: str) -> str:
-        line = next(lines)
-        if isinstance(line, str):
-            return line
-        raise line
-
-    monkeypatch.setattr("builtins.input", type_line)
+    monkeypatch.setattr("builtins.input", Mock(side_effect=typed))
     monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
 
 
@@ -222,7 +213,7 @@ def test_prompts_of_files(talk: Talk, capsys: pytest.CaptureFixture[str]) -> Non
         {"messages": turns, "base": "x", "adapter": "y"},
     ]
     # What was answered before Ctrl-C is there.
-    talk.answers = iter(["u", KeyboardInterrupt()])
+    talk.answers = Mock(side_effect=["u", KeyboardInterrupt()])
     assert command(["generate", "model", "--raw", "--prompts", "some.txt"]) == 130
     assert capsys.readouterr().out == '{"prompt": "a b", "answer": "u"}\n'
 
