@@ -1,4 +1,4 @@
-"""Hooks, and the specs that kernels and trackers announce themselves with.
+"""Hooks, and the specs that kernels, optimizers and trackers announce themselves with.
 
 A plugin implements some of the hooks with `hookimpl` in a module named by an entry point. In
 ``pyproject.toml``::
@@ -24,12 +24,24 @@ from anygauge.interface.job import Job
 from anygauge.interface.node import Node
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from anygauge.interface.backend import Backend
     from anygauge.interface.launch import LauncherSpec
     from anygauge.interface.probe import BackendSpec
     from anygauge.interface.strategy import StrategySpec
 
-__all__ = ["KernelSpec", "RunStatus", "Tracker", "TrackerContext", "TrackerSpec", "hookimpl"]
+__all__ = [
+    "KernelSpec",
+    "OptimizerContext",
+    "OptimizerSpec",
+    "RunStatus",
+    "Tracker",
+    "TrackerContext",
+    "TrackerSpec",
+    "hookimpl",
+]
 
 PROJECT = "anygauge"
 ENTRY_POINT_GROUP = "anygauge"
@@ -51,6 +63,11 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-bo
 @hookspec
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
     """Announce ways to start a job on one or many machines."""
+
+
+@hookspec
+def anygauge_provide_optimizers() -> Iterable[OptimizerSpec]:  # type: ignore[empty-body]
+    """Announce what turns gradients into updates. Imports no torch."""
 
 
 @hookspec
@@ -118,6 +135,60 @@ class KernelSpec:
     uses: tuple[str, ...] = ()
     plain: str = ""
     counterpart: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerContext:
+    """What an optimizer is made from.
+
+    Attributes:
+        groups: of float32 parameters, as torch's optimizers take them: ``params``, ``lr``,
+            ``weight_decay`` (0 for vectors) and ``lr_scale``, the rate as a multiple of the run's.
+        names: of all parameters.
+        options: the run file's section ``train.optimizer``: an object of `OptimizerSpec.options`
+            that has ``lr``, too.
+        adamw: (groups, lr, betas, eps) -> AdamW in the form that is fastest on the device.
+    """
+
+    groups: list[dict[str, Any]]
+    names: Mapping[nn.Parameter, str]
+    options: Any
+    adamw: Callable[..., Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """How an optimizer announces itself.
+
+    What it makes is a `torch.optim.Optimizer`, which at an ``lr`` of 0 moves nothing. It keeps
+    nothing but ``step`` and tensors, in its ``state`` of each parameter and of the parameter's
+    shape; checkpoints hold these. So a step over some parameters and one over the others are a
+    step over all.
+
+    Attributes:
+        factory: ``"package.module:function"``; called with an `OptimizerContext`.
+        summary: a line for the list of fields.
+        options: as `BackendSpec.options`: the section's fields other than those of all optimizers.
+        sees_full_parameters: its update of a number depends on the others of the matrix, so it is
+            refused where ranks have parts of matrices.
+        changes_weights: it has methods ``eval`` and ``train``, as schedule-free ones, which engines
+            call before and after weights are evaluated or saved; refused where an engine does not.
+        state_bytes: what it keeps for each trained number; or (options, a parameter's name, its
+            shape) -> that of the parameter.
+        needs: options -> capability that it needs of a device -> (field, what to do instead).
+        missing: options -> why it cannot run here and what to install, or None; cheap and pure.
+    """
+
+    name: str
+    factory: str
+    api_version: int
+    summary: str = ""
+    options: str = ""
+    sees_full_parameters: bool = False
+    changes_weights: bool = False
+    state_bytes: float | Callable[[Any, str, Sequence[int]], float] = 8.0
+    needs: Callable[[Any], Mapping[str, tuple[str, str]]] = lambda options: {}
+    missing: Callable[[Any], str | None] = lambda options: None
 
 
 RunStatus = Literal["finished", "failed", "stopped"]

@@ -41,7 +41,7 @@ from anygauge.strategies.shared.finite import propagate_nonfinite
 from anygauge.strategies.shared.gradients import LocalGradients
 from anygauge.strategies.shared.layout import GroupLayout, TensorLayout, scale_to
 from anygauge.strategies.shared.shards import fill, sharded_later
-from anygauge.strategies.shared.torch_engine import TorchEngine
+from anygauge.strategies.shared.torch_engine import TorchEngine, with_evaluated_weights
 from anygauge.strategies.tensor.tensor_parallel import divide_model
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -109,6 +109,7 @@ class PipelineEngine(TorchEngine):
         nothing = torch.zeros((), device=self._device)
         return [self._sums.get(number, nothing) for number in range(len(batches))]
 
+    @with_evaluated_weights
     @torch.no_grad()
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
@@ -121,6 +122,7 @@ class PipelineEngine(TorchEngine):
             sums.append(nothing if outputs is None else loss_function(outputs))
         return sums
 
+    @with_evaluated_weights
     @torch.no_grad()
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
@@ -145,9 +147,10 @@ class PipelineEngine(TorchEngine):
         updates = self._backend.collectives.gather_objects(mine.updates)
         return dataclasses.replace(mine, updates=max(updates))
 
-    def _state_keys(self) -> list[str]:
+    def _state_keys(self) -> dict[str, list[str]]:
         """Likewise of all stages."""
-        return max(self._backend.collectives.gather_objects(super()._state_keys()), key=len)
+        found = self._backend.collectives.gather_objects(super()._state_keys())
+        return {name: keys for each in found for name, keys in each.items()}
 
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""

@@ -8,10 +8,11 @@ called, how gradients come together, how they are clipped, how a tensor is made 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -49,6 +50,31 @@ from anygauge.strategies.shared.optimizer_state import (
 FIRST_SCALE = 2.0**16
 SCALE_INTERVAL = 2000
 """Updates without an overflow after which the scale doubles; these two are torch's defaults."""
+
+
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def with_evaluated_weights(method: Method) -> Method:
+    """An engine's method that sees weights as the optimizer has them evaluated and saved.
+
+    They are others than in training where it has methods ``eval`` and ``train``.
+    """
+
+    @functools.wraps(method)
+    def inside(self: TorchEngine, *arguments: Any) -> Any:
+        optimizer: Any = self._optimizer
+        if not hasattr(optimizer, "eval"):
+            return method(self, *arguments)
+        optimizer.eval()
+        self._copy_masters()
+        try:
+            return method(self, *arguments)
+        finally:
+            optimizer.train()
+            self._copy_masters()
+
+    return inside  # type: ignore[return-value]
 
 
 class TorchEngine:
@@ -150,12 +176,14 @@ class TorchEngine:
         self._graph.mark_step(Phase.UPDATE)
         return UpdateResult(norm, skipped)
 
+    @with_evaluated_weights
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
         return summed_losses(self.model, self._backend, batches, loss_function)
 
+    @with_evaluated_weights
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
         logits = self._join_logits(logits_of(self.model, self._backend, batch))
@@ -165,6 +193,7 @@ class TorchEngine:
         """See `Engine.parameter_shape`."""
         return self._layout.shape(parameter)
 
+    @with_evaluated_weights
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
         found: dict[str, Tensor] = {}
@@ -177,9 +206,10 @@ class TorchEngine:
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""
         keys = self._state_keys()
+        common = next(iter(keys.values()), [])  # of parameters of which this rank has nothing
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
             state = self._optimizer.state.get(master, {})
-            for key in (PARAMETER, *keys):
+            for key in (PARAMETER, *keys.get(name, common)):
                 part = master.detach() if key == PARAMETER else _unpack(state, key, master)
                 whole = self._layout.gather(parameter, part)
                 host = whole.to(HOST_DEVICE, torch.float32, copy=True) if self._writes else None
@@ -229,10 +259,10 @@ class TorchEngine:
             if m.numel()
         ]
 
-    def _state_keys(self) -> list[str]:
+    def _state_keys(self) -> dict[str, list[str]]:
         """List the tensors that the optimizer keeps for each parameter; none before it stepped."""
-        states = (self._optimizer.state.get(m) for _, m in self._named_masters)
-        return next((state_keys(state) for state in states if state), [])
+        states = ((name, self._optimizer.state.get(m)) for name, m in self._named_masters)
+        return {name: state_keys(state) for name, state in states if state}
 
 
 def _unpack(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:

@@ -1,0 +1,144 @@
+"""Announces the optimizers that come with anygauge, as any plugin announces its own. No torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, Strict
+
+from anygauge.interface import (
+    API_VERSION,
+    OptimizerSpec,
+    Options,
+    hookimpl,
+    installed_version,
+    major_minor,
+)
+from anygauge.util.section import Fraction, PositiveNumber
+
+EIGHT_BIT = "adamw_8bit"
+"""An optimizer, and the capability that it needs."""
+PAGED_MEMORY = "paged_memory"
+"""The capability that ``paged`` needs."""
+
+Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]  # JSON has lists
+Momentum = Annotated[float, Field(ge=0, lt=1)]
+
+_BETAS = "Decay of the moments."
+
+_NOT_HIDDEN = re.compile(r"embed|(^|\.)(wte|wpe|lm_head)(\.|$)")
+"""Names of embeddings and output layers in transformers' causal models, and factors on them."""
+
+
+class AdamOptions(Options):
+    """Of all that keep Adam's moments."""
+
+    betas: Betas = Field((0.9, 0.999), description=_BETAS)
+    eps: PositiveNumber = Field(1e-8, description="Added to the denominator.")
+
+
+class AdamWOptions(AdamOptions):
+    """Of AdamW, in both precisions."""
+
+    paged: bool = Field(
+        False,
+        description="Keep the moments in memory that the driver moves to the host while the device "
+        "has no room.",
+    )
+
+
+class LionOptions(Options):
+    """Of Lion."""
+
+    betas: Betas = Field((0.9, 0.99), description=_BETAS)
+
+
+class SGDOptions(Options):
+    """Of SGD."""
+
+    momentum: Momentum = Field(0.9, description="Decay of the sum of gradients; 0: none is kept.")
+
+
+class MuonOptions(AdamOptions):
+    """Of Muon, and of AdamW for what is not a hidden layer's matrix."""
+
+    momentum: Momentum = Field(0.95, description="Decay of a matrix's mean gradient.")
+    nesterov: bool = Field(True, description="Nesterov's form of the momentum.")
+    ns_steps: Annotated[int, Field(ge=1, lt=100)] = Field(
+        5, description="Newton-Schulz iterations that make an update orthogonal."
+    )
+    adjust_lr_fn: Literal["match_rms_adamw", "original"] = Field(
+        "match_rms_adamw",
+        description="match_rms_adamw: updates as large as AdamW's, so lr is as for adamw "
+        "(Moonshot); original: Keller Jordan's scale.",
+    )
+
+
+def takes_muon(name: str, shape: Sequence[int]) -> bool:
+    """Whether Muon updates a parameter: a matrix that is not an embedding or an output layer."""
+    return len(shape) == 2 and not _NOT_HIDDEN.search(name)
+
+
+def _muon_bytes(options: Any, name: str, shape: Sequence[int]) -> float:
+    return 4.0 if takes_muon(name, shape) else 8.0
+
+
+def _needs_paging(options: Any) -> Mapping[str, tuple[str, str]]:
+    return {PAGED_MEMORY: ("train.optimizer.paged", "Leave it out")} if options.paged else {}
+
+
+def _needs_8_bits(options: Any) -> Mapping[str, tuple[str, str]]:
+    instead = "Use adamw, which keeps four times as many bytes, or lion"
+    return {**_needs_paging(options), EIGHT_BIT: (f"train.optimizer.name: {EIGHT_BIT}", instead)}
+
+
+def _without_bitsandbytes(options: Any) -> str | None:
+    few_bits = options.name == EIGHT_BIT
+    if not (few_bits or options.paged) or importlib.util.find_spec("bitsandbytes") is not None:
+        return None
+    install = "the package bitsandbytes is not installed; pip install 'anygauge[8bit]'"
+    return f"{install}, or {'use adamw' if few_bits else 'leave paged out'}"
+
+
+def _without_muon(options: Any) -> str | None:
+    installed = installed_version("torch")
+    if installed is None or (major_minor(installed) or (0, 0)) >= (2, 9):
+        return None
+    return f"torch {installed} has no torch.optim.Muon; install torch 2.9 or later, or use adamw"
+
+
+def _optimizer(
+    name: str, summary: str, options: str, state_bytes: Any, **more: Any
+) -> OptimizerSpec:
+    return OptimizerSpec(
+        name=name,
+        factory=f"{__name__}.algorithms:{name}",
+        api_version=API_VERSION,
+        summary=summary,
+        options=options and f"{__name__}:{options}Options",
+        state_bytes=state_bytes,
+        **more,
+    )
+
+
+@hookimpl
+def anygauge_provide_optimizers() -> Iterable[OptimizerSpec]:
+    """Announce the optimizers of this package."""
+    codes = 2 + 2 * 4 / 256  # two, and a scale for each block of 256
+    bnb = {"missing": _without_bitsandbytes}
+    muon = {"sees_full_parameters": True, "missing": _without_muon}
+    hidden = "Muon for the matrices of hidden layers, AdamW for all else."
+    rows = "Adafactor, which keeps a number for each row and column."
+    return [
+        _optimizer("adamw", "AdamW.", "AdamW", 8.0, needs=_needs_paging, **bnb),
+        _optimizer(
+            EIGHT_BIT, "AdamW with 8-bit moments.", "AdamW", codes, needs=_needs_8_bits, **bnb
+        ),
+        _optimizer("adafactor", rows, "", 0.0, sees_full_parameters=True),
+        _optimizer("lion", "Lion.", "Lion", 4.0),
+        _optimizer("muon", hidden, "Muon", _muon_bytes, **muon),
+        _optimizer("sgd", "SGD with momentum.", "SGD", 4.0),
+    ]
