@@ -66,7 +66,8 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     _add_plugin_rules(root, "backend", "backend_options", options["backend"], [AUTO])
     fields = root["properties"]
     fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
-    _set_named(fields, "strategy", named["strategy"], [{"enum": [*named["strategy"]]}])
+    _set_named(fields, "strategy", named["strategy"])
+    fields["strategy"]["anyOf"].insert(0, {"enum": [*named["strategy"]]})
     _set_named(defs[names[TrainSection]]["properties"], "optimizer", named["optimizer"])
     fields["trackers"]["anyOf"][0] |= {
         "items": {"enum": [*options["tracker"]]},
@@ -127,14 +128,11 @@ def _add_plugin_rules(
     section["allOf"] = _name_rules(field, thens, free)
 
 
-def _set_named(
-    fields: Schema, field: str, cases: Mapping[str, Schema], ways: Sequence[Schema] = ()
-) -> None:
-    """Have a section's name decide what its other fields are; `ways`: what may stand for it."""
+def _set_named(fields: Schema, field: str, cases: Mapping[str, Schema]) -> None:
+    """Have a section's name decide what its other fields are."""
     named, rules = {"enum": [*cases, None]}, _name_rules("name", cases)
     section = {"type": "object", "properties": {"name": named}, "allOf": rules}
-    meaning = fields[field]["description"]
-    fields[field] = {"description": meaning, "anyOf": [*ways, section, _NULL]}
+    fields[field] = {"description": fields[field]["description"], "anyOf": [section, _NULL]}
 
 
 def _name_rules(field: str, cases: Mapping[str, Schema], free: Sequence[str] = ()) -> list[Schema]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import cache
 from typing import Any, ClassVar, Literal, Self, cast
@@ -58,12 +57,9 @@ class PluginSection(Section):
         names = sorted((p.spec.name for p in provided), key=lambda n: (n != cls.default_plugin, n))
         return {name: cls.of_plugin(name) for name in names}
 
-    @field_validator("name", mode="before")
+    @field_validator("name")
     @classmethod
-    def _check_known(cls, name: Any) -> Any:
-        if not isinstance(name, str):
-            got = f"{json.dumps(name)} ({type(name).__name__})"
-            raise ValueError(f"got {got}, expected the {cls.plugin_kind}'s name")
+    def _check_known(cls, name: str) -> str:
         try:
             cls.of_plugin(name)
         except PluginError as error:
@@ -80,7 +76,7 @@ class PluginSection(Section):
         try:
             section = cls.of_plugin(name)
         except (PluginError, TypeError):
-            return handler({"name": name})  # what is wrong with the name, and nothing of others
+            return handler({"name": name})  # what is wrong with the name, and nothing else
         return section.model_validate(dict(value))
 
 

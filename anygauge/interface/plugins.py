@@ -142,11 +142,9 @@ class OptimizerContext:
     """What an optimizer is made from.
 
     Attributes:
-        groups: of float32 parameters, as torch's optimizers take them: ``params``, ``lr``,
-            ``weight_decay`` (0 for vectors) and ``lr_scale``, the rate as a multiple of the run's.
+        groups: of float32 parameters, as torch takes them: ``params``, ``lr`` and ``weight_decay``.
         names: of all parameters.
-        options: the run file's section ``train.optimizer``: an object of `OptimizerSpec.options`
-            that has ``lr``, too.
+        options: of the class that `OptimizerSpec.options` names, with ``lr``, too.
         adamw: (groups, lr, betas, eps) -> AdamW in the form that is fastest on the device.
     """
 
@@ -160,19 +158,19 @@ class OptimizerContext:
 class OptimizerSpec:
     """How an optimizer announces itself.
 
-    What it makes is a `torch.optim.Optimizer`, which at an ``lr`` of 0 moves nothing. It keeps
-    nothing but ``step`` and tensors, in its ``state`` of each parameter and of the parameter's
-    shape; checkpoints hold these. So a step over some parameters and one over the others are a
-    step over all.
+    What it makes is a `torch.optim.Optimizer`, which at an ``lr`` of 0 moves nothing. All that it
+    keeps is ``step`` and tensors of a parameter's shape, in its ``state`` of that parameter, so
+    that checkpoints have it, and some parameters can be stepped after others.
 
     Attributes:
         factory: ``"package.module:function"``; called with an `OptimizerContext`.
-        summary: a line for the list of fields.
-        options: as `BackendSpec.options`: the section's fields other than those of all optimizers.
-        sees_full_parameters: its update of a number depends on the others of the matrix, so it is
-            refused where ranks have parts of matrices.
-        changes_weights: it has methods ``eval`` and ``train``, as schedule-free ones, which engines
-            call before and after weights are evaluated or saved; refused where an engine does not.
+        summary: a line for the list of optimizers.
+        options: as `BackendSpec.options`: the section's fields that not all optimizers have.
+        sees_full_parameters: its update of a number depends on the rest of the matrix: refused
+            where ranks have parts of matrices.
+        changes_weights: it has methods ``train`` and ``eval``, as schedule-free ones do: engines
+            call them before they train weights, and before they evaluate or save them. A second
+            call changes nothing. Refused where an engine does not.
         state_bytes: what it keeps for each trained number; or (options, a parameter's name, its
             shape) -> that of the parameter.
         needs: options -> capability that it needs of a device -> (field, what to do instead).

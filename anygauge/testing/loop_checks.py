@@ -183,10 +183,8 @@ def train(
     _prepare(folder)
     backend, given = subject.create(), dict(changes or {})
     # Where a strategy can choose how layers recompute, as the device needs.
-    reentrant = (
-        backend.graph.reentrant_only
-        and "reentrant" in StrategySection.of_plugin(strategy).model_fields
-    )
+    fields = StrategySection.of_plugin(strategy).model_fields
+    reentrant = backend.graph.reentrant_only and "reentrant" in fields
     run = {
         "name": name,
         "output": str(folder),

@@ -278,9 +278,9 @@ def state_bytes(run: RunFile, registry: Registry, skeleton: Any = None) -> float
     of = registry.find_optimizer(section.name).spec.state_bytes
     if not callable(of):
         return of
-    if skeleton is None:
-        return of(section, "weight", (1, 1))
-    trained = [(n, p.shape) for n, p in skeleton.named_parameters() if p.requires_grad]
+    trained = [("weight", (1, 1))]
+    if skeleton is not None:
+        trained = [(n, p.shape) for n, p in skeleton.named_parameters() if p.requires_grad]
     total = sum(math.prod(shape) * of(section, name, shape) for name, shape in trained)
     return total / max(1, sum(math.prod(shape) for _, shape in trained))
 

@@ -71,8 +71,8 @@ def check_optimizer(run: RunFile, registry: Registry, *, need_software: bool) ->
     provided = registry.find_optimizer(section.name)
     if provided.spec.changes_weights and run.checkpoint.result == "best":
         raise RunFileError(
-            f"checkpoint.result: best: checkpoints have the weights that {section.name} trains, "
-            "not those that it has evaluated. Leave it out, or use another train.optimizer.name"
+            f"checkpoint.result: best: checkpoints lack the weights that {section.name} has "
+            "evaluated. Leave it out, or use another train.optimizer.name"
         )
     if need_software:
         refuse_if_missing(provided, section)

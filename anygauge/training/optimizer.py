@@ -42,7 +42,6 @@ def optimizer_factory(
             The host has one in any case.
 
     Raises:
-        PluginError: the plugin that provides it is broken.
         NotAvailableError: something that it needs is not installed.
         AnygaugeError: from that function: the section does not fit these parameters, or the
             optimizer cannot run on their device.
@@ -66,10 +65,7 @@ def optimizer_factory(
             # None, not False: with False torch does not choose its multi-tensor form.
             adamw=adamw or functools.partial(torch.optim.AdamW, fused=served or None),
         )
-        made: Any = factory(context)
-        if provided.spec.changes_weights:
-            made.train()
-        return with_found_inf(made)
+        return with_found_inf(factory(context))
 
     return make
 

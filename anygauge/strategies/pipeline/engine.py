@@ -41,7 +41,7 @@ from anygauge.strategies.shared.finite import propagate_nonfinite
 from anygauge.strategies.shared.gradients import LocalGradients
 from anygauge.strategies.shared.layout import GroupLayout, TensorLayout, scale_to
 from anygauge.strategies.shared.shards import fill, sharded_later
-from anygauge.strategies.shared.torch_engine import TorchEngine, with_evaluated_weights
+from anygauge.strategies.shared.torch_engine import TorchEngine
 from anygauge.strategies.tensor.tensor_parallel import divide_model
 
 SCHEDULES: dict[str, type[Any]] = {
@@ -92,6 +92,7 @@ class PipelineEngine(TorchEngine):
     ) -> Sequence[Tensor]:
         """See `Engine.run_step`; losses are zero but on ranks that have the last stage."""
         self.model.train()
+        self._set_weights("train")
         self._batches, self._loss_function, self._sums = batches, loss_function, {}
         self._factor = self._scale.factor / normalizer
         turns = torch.arange(len(batches))
@@ -109,12 +110,12 @@ class PipelineEngine(TorchEngine):
         nothing = torch.zeros((), device=self._device)
         return [self._sums.get(number, nothing) for number in range(len(batches))]
 
-    @with_evaluated_weights
     @torch.no_grad()
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`; one batch after another goes through the stages."""
+        self._set_weights("eval")
         sums = []
         for batch in batches:
             outputs = self._forward(batch)
@@ -122,10 +123,10 @@ class PipelineEngine(TorchEngine):
             sums.append(nothing if outputs is None else loss_function(outputs))
         return sums
 
-    @with_evaluated_weights
     @torch.no_grad()
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
+        self._set_weights("eval")
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
         outputs = self._forward(inputs)
         last = self._ranks[-1]

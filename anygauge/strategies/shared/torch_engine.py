@@ -8,11 +8,10 @@ called, how gradients come together, how they are clipped, how a tensor is made 
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -50,31 +49,6 @@ from anygauge.strategies.shared.optimizer_state import (
 FIRST_SCALE = 2.0**16
 SCALE_INTERVAL = 2000
 """Updates without an overflow after which the scale doubles; these two are torch's defaults."""
-
-
-Method = TypeVar("Method", bound=Callable[..., Any])
-
-
-def with_evaluated_weights(method: Method) -> Method:
-    """An engine's method that sees weights as the optimizer has them evaluated and saved.
-
-    They are others than in training where it has methods ``eval`` and ``train``.
-    """
-
-    @functools.wraps(method)
-    def inside(self: TorchEngine, *arguments: Any) -> Any:
-        optimizer: Any = self._optimizer
-        if not hasattr(optimizer, "eval"):
-            return method(self, *arguments)
-        optimizer.eval()
-        self._copy_masters()
-        try:
-            return method(self, *arguments)
-        finally:
-            optimizer.train()
-            self._copy_masters()
-
-    return inside  # type: ignore[return-value]
 
 
 class TorchEngine:
@@ -140,6 +114,7 @@ class TorchEngine:
     ) -> Sequence[Tensor]:
         """See `Engine.run_step`."""
         self._call.train()
+        self._set_weights("train")
         factor = self._scale.factor / normalizer
         sums = []
         for index in range(len(batches)):
@@ -176,16 +151,16 @@ class TorchEngine:
         self._graph.mark_step(Phase.UPDATE)
         return UpdateResult(norm, skipped)
 
-    @with_evaluated_weights
     def evaluate(
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
+        self._set_weights("eval")
         return summed_losses(self.model, self._backend, batches, loss_function)
 
-    @with_evaluated_weights
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
+        self._set_weights("eval")
         logits = self._join_logits(logits_of(self.model, self._backend, batch))
         return logits.to(HOST_DEVICE, torch.float32)
 
@@ -193,9 +168,9 @@ class TorchEngine:
         """See `Engine.parameter_shape`."""
         return self._layout.shape(parameter)
 
-    @with_evaluated_weights
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
+        self._set_weights("eval")
         found: dict[str, Tensor] = {}
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
             whole = self._layout.gather(parameter, master.detach())
@@ -205,6 +180,7 @@ class TorchEngine:
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""
+        self._set_weights("train")
         keys = self._state_keys()
         common = next(iter(keys.values()), [])  # of parameters of which this rank has nothing
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
@@ -222,6 +198,7 @@ class TorchEngine:
 
     def import_state(self, state: TrainedState) -> None:
         """See `Engine.import_state`."""
+        self._set_weights("train")
         parameters = dict(self._trained)
         import_plain(
             self._optimizer,
@@ -242,6 +219,16 @@ class TorchEngine:
 
     def close(self) -> None:
         """Do nothing: Python frees all that the engine holds."""
+
+    def _set_weights(self, mode: str) -> None:
+        """Have the weights that are trained, or those that the optimizer has evaluated and saved.
+
+        Args:
+            mode: ``train`` or ``eval``, the optimizer's method; most have none, and one kind.
+        """
+        if switch := getattr(self._optimizer, mode, None):
+            switch()
+            self._copy_masters()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:

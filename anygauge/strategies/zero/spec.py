@@ -129,9 +129,8 @@ def check(run: StrategyRun) -> None:
         )
     if run.optimizer_changes_weights:
         raise UnsupportedError(
-            f"train.optimizer.name: {run.optimizer} has other weights for evaluations than for "
-            "training, but DeepSpeed keeps copies of weights that it could not change. Use "
-            "strategy.name: fsdp, ddp or single"
+            f"train.optimizer.name: {run.optimizer} evaluates other weights than it trains, which "
+            "DeepSpeed cannot exchange. Use strategy.name: fsdp, ddp or single"
         )
     if run.precision is not None:
         check_stage_types(options.stage, run.precision)

@@ -26,7 +26,6 @@ PAGED_MEMORY = "paged_memory"
 
 Betas = Annotated[tuple[Fraction, Fraction], Strict(False)]  # JSON has lists
 Momentum = Annotated[float, Field(ge=0, lt=1)]
-
 _BETAS = "Decay of the moments."
 
 _NOT_HIDDEN = re.compile(r"embed|(^|\.)(wte|wpe|lm_head)(\.|$)")
@@ -82,10 +81,6 @@ def takes_muon(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and not _NOT_HIDDEN.search(name)
 
 
-def _muon_bytes(options: Any, name: str, shape: Sequence[int]) -> float:
-    return 4.0 if takes_muon(name, shape) else 8.0
-
-
 def _needs_paging(options: Any) -> Mapping[str, tuple[str, str]]:
     return {PAGED_MEMORY: ("train.optimizer.paged", "Leave it out")} if options.paged else {}
 
@@ -110,16 +105,13 @@ def _without_muon(options: Any) -> str | None:
     return f"torch {installed} has no torch.optim.Muon; install torch 2.9 or later, or use adamw"
 
 
-def _optimizer(
-    name: str, summary: str, options: str, state_bytes: Any, **more: Any
-) -> OptimizerSpec:
+def _optimizer(name: str, summary: str, options: str = "", **more: Any) -> OptimizerSpec:
     return OptimizerSpec(
         name=name,
         factory=f"{__name__}.algorithms:{name}",
         api_version=API_VERSION,
         summary=summary,
         options=options and f"{__name__}:{options}Options",
-        state_bytes=state_bytes,
         **more,
     )
 
@@ -127,18 +119,17 @@ def _optimizer(
 @hookimpl
 def anygauge_provide_optimizers() -> Iterable[OptimizerSpec]:
     """Announce the optimizers of this package."""
-    codes = 2 + 2 * 4 / 256  # two, and a scale for each block of 256
-    bnb = {"missing": _without_bitsandbytes}
-    muon = {"sees_full_parameters": True, "missing": _without_muon}
+    bnb: dict[str, Any] = {"missing": _without_bitsandbytes}
+    codes = {**bnb, "state_bytes": 2 + 2 * 4 / 256}  # two, and a scale for each block of 256
+    muon: dict[str, Any] = {"sees_full_parameters": True, "missing": _without_muon}
+    muon["state_bytes"] = lambda options, name, shape: 4.0 if takes_muon(name, shape) else 8.0
     hidden = "Muon for the matrices of hidden layers, AdamW for all else."
     rows = "Adafactor, which keeps a number for each row and column."
     return [
-        _optimizer("adamw", "AdamW.", "AdamW", 8.0, needs=_needs_paging, **bnb),
-        _optimizer(
-            EIGHT_BIT, "AdamW with 8-bit moments.", "AdamW", codes, needs=_needs_8_bits, **bnb
-        ),
-        _optimizer("adafactor", rows, "", 0.0, sees_full_parameters=True),
-        _optimizer("lion", "Lion.", "Lion", 4.0),
-        _optimizer("muon", hidden, "Muon", _muon_bytes, **muon),
-        _optimizer("sgd", "SGD with momentum.", "SGD", 4.0),
+        _optimizer("adamw", "AdamW.", "AdamW", needs=_needs_paging, **bnb),
+        _optimizer(EIGHT_BIT, "AdamW with 8-bit moments.", "AdamW", needs=_needs_8_bits, **codes),
+        _optimizer("adafactor", rows, state_bytes=0.0, sees_full_parameters=True),
+        _optimizer("lion", "Lion.", "Lion", state_bytes=4.0),
+        _optimizer("muon", hidden, "Muon", **muon),
+        _optimizer("sgd", "SGD with momentum.", "SGD", state_bytes=4.0),
     ]

@@ -16,25 +16,26 @@ MIN_8BIT_NUMEL = 4096
 """A tensor of fewer elements keeps its state in float32."""
 MIN_PAGED_NUMEL = 100_000
 """A tensor of fewer elements is never paged by bitsandbytes."""
+_ADAM = ("lr", "betas", "eps")
 
 
 def adamw(context: OptimizerContext) -> Optimizer:
     """AdamW in float32, by the device; paged, by bitsandbytes, with the same state."""
-    options = context.options
-    if options.paged:
+    if context.options.paged:
         return _by_bitsandbytes(context, _paged_adamw())
-    return context.adamw(context.groups, lr=options.lr, betas=options.betas, eps=options.eps)
+    return context.adamw(context.groups, **_chosen(context.options, *_ADAM))
+
+
+def _chosen(options: Any, *names: str) -> dict[str, Any]:
+    return {name: getattr(options, name) for name in names}
 
 
 def adamw_8bit(context: OptimizerContext) -> Optimizer:
     """AdamW whose state is block-wise 8-bit codes (https://arxiv.org/abs/2110.02861).
 
-    State of a tensor of `MIN_8BIT_NUMEL` elements or more: ``state1`` and ``state2`` (uint8 codes
-    of its shape), ``absmax1`` and ``absmax2`` (float32, one per 256 elements), ``qmap1`` and
-    ``qmap2`` (256 float32, the values of the codes); of a smaller one: ``state1`` and ``state2``
-    in float32. ``step`` is an int. With ``paged``, ``state1`` and ``state2`` of a tensor of
-    `MIN_PAGED_NUMEL` elements or more are in memory that the driver moves between device and host;
-    for torch that is a tensor on the host.
+    State of a tensor: ``state1`` and ``state2``, uint8 codes of its shape; ``absmax1`` and
+    ``absmax2``, float32, one per 256 elements; ``qmap1`` and ``qmap2``, 256 float32, the values of
+    the codes; ``step``, an int. Of one below `MIN_8BIT_NUMEL`: ``state1``, ``state2`` in float32.
     """
     from bitsandbytes.optim import AdamW8bit
 
@@ -43,6 +44,9 @@ def adamw_8bit(context: OptimizerContext) -> Optimizer:
 
 def _by_bitsandbytes(context: OptimizerContext, kind: Any, **more: Any) -> Optimizer:
     """An optimizer of bitsandbytes, once it has updated a tensor.
+
+    With ``paged``, the driver moves the state of tensors of `MIN_PAGED_NUMEL` elements or more
+    between device and host; to torch it is on the host.
 
     Raises:
         UnsupportedError: it has no update for the parameters' device, or cannot page there.
@@ -68,14 +72,8 @@ def _by_bitsandbytes(context: OptimizerContext, kind: Any, **more: Any) -> Optim
             "train.optimizer.paged: the installed bitsandbytes cannot page "
             f"memory of {device} to the host. Leave it out"
         )
-    made: Optimizer = kind(
-        context.groups,
-        lr=options.lr,
-        betas=options.betas,
-        eps=options.eps,
-        is_paged=options.paged,
-        **more,
-    )
+    more |= {"is_paged": options.paged, **_chosen(options, *_ADAM)}
+    made: Optimizer = kind(context.groups, **more)
     return made
 
 
@@ -110,65 +108,51 @@ def lion(context: OptimizerContext) -> Optimizer:
 
 def sgd(context: OptimizerContext) -> Optimizer:
     """See `DecoupledSGD`."""
-    return DecoupledSGD(context.groups, lr=context.options.lr, momentum=context.options.momentum)
+    options = context.options
+    return DecoupledSGD(context.groups, options.lr, options.momentum, foreach=True)
 
 
-class _ForeachOptimizer(Optimizer):
-    """Steps whole groups with torch's multi-tensor functions.
+def _decay(group: dict[str, Any]) -> list[Tensor]:
+    """Return the parameters of a group that have a gradient, shrunk by the decoupled decay.
 
-    Decay is decoupled: a parameter shrinks by ``lr * weight_decay`` of itself before its update,
-    and the state never sees it (https://arxiv.org/abs/1711.05101, equation 1).
+    By ``lr * weight_decay`` of themselves, which the state never sees
+    (https://arxiv.org/abs/1711.05101, equation 1).
     """
-
-    def __init__(
-        self, params: Iterable[Any], *, lr: float, weight_decay: float = 0.0, **options: Any
-    ) -> None:
-        super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
-
-    @torch.no_grad()
-    def step(self, closure: None = None) -> None:  # type: ignore[override]
-        """One update of every parameter that has a gradient."""
-        for group in self.param_groups:
-            parameters = [p for p in group["params"] if p.grad is not None]
-            if not parameters:
-                continue
-            if group["weight_decay"] > 0:
-                torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
-            self._update(group, parameters, [p.grad for p in parameters])
-
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        """Move the parameters of one group, in place."""
-        raise NotImplementedError
-
-    def _state_tensors(self, name: str, parameters: Iterable[Tensor]) -> list[Tensor]:
-        """Return one state tensor per parameter, of its shape and type; zeros at first use."""
-        for parameter in parameters:
-            if name not in (state := self.state[parameter]):
-                state[name] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-        return [self.state[parameter][name] for parameter in parameters]
+    parameters = [p for p in group["params"] if p.grad is not None]
+    if parameters and group["weight_decay"] > 0:
+        torch._foreach_mul_(parameters, 1 - group["lr"] * group["weight_decay"])
+    return parameters
 
 
-class Lion(_ForeachOptimizer):
+class Lion(Optimizer):
     """Evolved sign momentum (Chen et al. 2023, https://arxiv.org/abs/2302.06675, algorithm 2).
 
     ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then
     ``m = b2 * m + (1 - b2) * g``. Option: ``betas``. State: ``exp_avg``, which is m.
     """
 
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        beta1, beta2 = group["betas"]
-        moments = self._state_tensors("exp_avg", parameters)
-        directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
-        torch._foreach_sign_(directions)
-        torch._foreach_add_(parameters, directions, alpha=-group["lr"])
-        torch._foreach_lerp_(moments, gradients, 1 - beta2)
+    def __init__(self, params: Iterable[Any], *, lr: float, betas: tuple[float, float]) -> None:
+        super().__init__(params, {"lr": lr, "weight_decay": 0.0, "betas": betas})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        for group in self.param_groups:
+            if not (parameters := _decay(group)):
+                continue
+            for parameter in parameters:
+                if not (state := self.state[parameter]):
+                    state["exp_avg"] = torch.zeros_like(parameter)
+            beta1, beta2 = group["betas"]
+            gradients: list[Any] = [p.grad for p in parameters]
+            moments = [self.state[p]["exp_avg"] for p in parameters]
+            directions = torch._foreach_lerp(moments, gradients, 1 - beta1)
+            torch._foreach_sign_(directions)
+            torch._foreach_add_(parameters, directions, alpha=-group["lr"])
+            torch._foreach_lerp_(moments, gradients, 1 - beta2)
 
 
-class DecoupledSGD(_ForeachOptimizer):
+class DecoupledSGD(torch.optim.SGD):
     """Gradient descent with heavy-ball momentum and decoupled decay.
 
     ``m = momentum * m + g``, ``p -= lr * (m + weight_decay * p)``. torch's own SGD adds the decay
@@ -176,15 +160,15 @@ class DecoupledSGD(_ForeachOptimizer):
     ``momentum_buffer``, which is m; none without momentum.
     """
 
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        if group["momentum"] > 0:
-            moments = self._state_tensors("momentum_buffer", parameters)
-            torch._foreach_mul_(moments, group["momentum"])
-            torch._foreach_add_(moments, gradients)
-            gradients = moments
-        torch._foreach_add_(parameters, gradients, alpha=-group["lr"])
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """One update of every parameter that has a gradient."""
+        groups = self.param_groups
+        for group in groups:
+            _decay(group)
+        self.param_groups = [{**group, "weight_decay": 0.0} for group in groups]
+        super().step()
+        self.param_groups = groups
 
 
 class MuonAdamW(Optimizer):
@@ -194,20 +178,15 @@ class MuonAdamW(Optimizer):
     """
 
     def __init__(self, context: OptimizerContext) -> None:
-        def groups_of(is_muon: bool) -> list[dict[str, Any]]:
-            def of_kind(p: nn.Parameter) -> bool:
-                return takes_muon(context.names[p], p.shape) is is_muon
-
-            return [
-                {**group, "params": [*filter(of_kind, group["params"])]} for group in context.groups
-            ]
-
-        options, own = context.options, ("momentum", "nesterov", "ns_steps", "adjust_lr_fn")
-        of_muon = {name: getattr(options, name) for name in own}
-        self._muon = torch.optim.Muon(groups_of(True), lr=options.lr, **of_muon)
-        self._adamw = context.adamw(
-            groups_of(False), lr=options.lr, betas=options.betas, eps=options.eps
-        )
+        kinds: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
+        for group in context.groups:
+            for is_muon, groups in kinds.items():
+                named = ((context.names[p], p) for p in group["params"])
+                some = [p for name, p in named if takes_muon(name, p.shape) is is_muon]
+                groups.append({**group, "params": some})
+        own = ("lr", "momentum", "nesterov", "ns_steps", "adjust_lr_fn")
+        self._muon = torch.optim.Muon(kinds[True], **_chosen(context.options, *own))
+        self._adamw = context.adamw(kinds[False], **_chosen(context.options, *_ADAM))
         super().__init__([*self._muon.param_groups, *self._adamw.param_groups], {})
         self._muon.state = self._adamw.state = self.state
 
