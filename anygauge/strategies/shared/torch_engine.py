@@ -229,6 +229,9 @@ class TorchEngine:
         if switch := getattr(self._optimizer, mode, None):
             switch()
             self._copy_masters()
+            for module in self.model.modules():
+                if hasattr(module, "reshard"):  # FSDP2 may still have the other ones gathered
+                    module.reshard()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
