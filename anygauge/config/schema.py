@@ -411,9 +411,9 @@ class RunFile(Section):
             raise self.errors((each["path"], each["text"]) for each in said if each) from None
 
     @property
-    def has_few_bits(self) -> bool:
-        """Whether weights or the optimizer's state are quantized."""
-        return self.model.quantize is not None or self.train.optimizer.name.endswith("8bit")
+    def may_use_bitsandbytes(self) -> bool:
+        """Whether weights are quantized, or an optimizer is not torch's own AdamW."""
+        return self.model.quantize is not None or bool(self.why_no_adamw_kernel)
 
     @property
     def why_no_adamw_kernel(self) -> str:

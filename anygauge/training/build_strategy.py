@@ -269,11 +269,7 @@ def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
 
 
 def state_bytes(run: RunFile, registry: Registry, skeleton: Any = None) -> float:
-    """What the run's optimizer keeps for each trained number, in bytes: the mean of `skeleton`'s.
-
-    Args:
-        skeleton: the adapted model on the meta device; without it, that of a layer's matrix.
-    """
+    """Mean bytes that the optimizer keeps for each trained number; without a model, a matrix's."""
     section = run.train.optimizer
     of = registry.find_optimizer(section.name).spec.state_bytes
     if not callable(of):

@@ -27,17 +27,15 @@ from anygauge.strategies.shared.finite import TAKES_FOUND_INF, UPDATED_AT_ONCE
 B_FACTOR = re.compile(r"(^|\.)lora_(embedding_)?B(\.|$)")
 """Names of the factors that LoRA+ trains at a higher rate; peft's naming."""
 Groups = list[dict[str, Any]]
-AdamW = Callable[..., Optimizer]
-"""(groups, lr, betas, eps) -> AdamW by a device's own kernel."""
 
 
 def optimizer_factory(
-    section: OptimizerSection, adamw: AdamW | None = None, *, fused: bool = False
+    section: OptimizerSection, adamw: Callable[..., Optimizer] | None = None, *, fused: bool = False
 ) -> OptimizerFactory:
     """A function that makes the run's optimizer from named parameters; it takes ``found_inf``.
 
     Args:
-        adamw: makes the optimizer ``adamw`` in place of torch's.
+        adamw: a device's own, in place of torch's; see `OptimizerContext`.
         fused: whether the run's device has a kernel for torch's fused AdamW, see `FUSED_ADAMW`.
             The host has one in any case.
 

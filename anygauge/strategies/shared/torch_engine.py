@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from anygauge.interface import (
     HOST_DEVICE,
@@ -221,16 +222,12 @@ class TorchEngine:
         """Do nothing: Python frees all that the engine holds."""
 
     def _set_weights(self, mode: str) -> None:
-        """Have the weights that are trained, or those that the optimizer has evaluated and saved.
-
-        Args:
-            mode: ``train`` or ``eval``, the optimizer's method; most have none, and one kind.
-        """
+        """Call the optimizer's ``train`` or ``eval``, if it has it: each gives it other weights."""
         if switch := getattr(self._optimizer, mode, None):
             switch()
             self._copy_masters()
             for module in self.model.modules():
-                if hasattr(module, "reshard"):  # FSDP2 may still have the other ones gathered
+                if isinstance(module, FSDPModule):  # it may still have the other ones gathered
                     module.reshard()
 
     @torch.no_grad()

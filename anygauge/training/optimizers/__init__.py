@@ -81,13 +81,12 @@ def takes_muon(name: str, shape: Sequence[int]) -> bool:
     return len(shape) == 2 and not _NOT_HIDDEN.search(name)
 
 
-def _needs_paging(options: Any) -> Mapping[str, tuple[str, str]]:
-    return {PAGED_MEMORY: ("train.optimizer.paged", "Leave it out")} if options.paged else {}
-
-
-def _needs_8_bits(options: Any) -> Mapping[str, tuple[str, str]]:
-    instead = "Use adamw, which keeps four times as many bytes, or lion"
-    return {**_needs_paging(options), EIGHT_BIT: (f"train.optimizer.name: {EIGHT_BIT}", instead)}
+def _needs(options: Any) -> Mapping[str, tuple[str, str]]:
+    found = {PAGED_MEMORY: ("train.optimizer.paged", "Leave it out")} if options.paged else {}
+    if options.name == EIGHT_BIT:
+        instead = "Use adamw, which keeps four times as many bytes, or lion"
+        found[EIGHT_BIT] = (f"train.optimizer.name: {EIGHT_BIT}", instead)
+    return found
 
 
 def _without_bitsandbytes(options: Any) -> str | None:
@@ -119,15 +118,15 @@ def _optimizer(name: str, summary: str, options: str = "", **more: Any) -> Optim
 @hookimpl
 def anygauge_provide_optimizers() -> Iterable[OptimizerSpec]:
     """Announce the optimizers of this package."""
-    bnb: dict[str, Any] = {"missing": _without_bitsandbytes}
+    bnb: dict[str, Any] = {"needs": _needs, "missing": _without_bitsandbytes}
     codes = {**bnb, "state_bytes": 2 + 2 * 4 / 256}  # two, and a scale for each block of 256
     muon: dict[str, Any] = {"sees_full_parameters": True, "missing": _without_muon}
     muon["state_bytes"] = lambda options, name, shape: 4.0 if takes_muon(name, shape) else 8.0
     hidden = "Muon for the matrices of hidden layers, AdamW for all else."
     rows = "Adafactor, which keeps a number for each row and column."
     return [
-        _optimizer("adamw", "AdamW.", "AdamW", needs=_needs_paging, **bnb),
-        _optimizer(EIGHT_BIT, "AdamW with 8-bit moments.", "AdamW", needs=_needs_8_bits, **codes),
+        _optimizer("adamw", "AdamW.", "AdamW", **bnb),
+        _optimizer(EIGHT_BIT, "AdamW with 8-bit moments.", "AdamW", **codes),
         _optimizer("adafactor", rows, state_bytes=0.0, sees_full_parameters=True),
         _optimizer("lion", "Lion.", "Lion", state_bytes=4.0),
         _optimizer("muon", hidden, "Muon", **muon),
