@@ -6,7 +6,7 @@ import inspect
 import json
 import re
 import types
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
@@ -281,8 +281,6 @@ def sections(
     yield path, section
     for name, field in section.model_fields.items():
         for kind in field_kind(field).sections:
-            inners: Iterable[type[Section]] = (kind,)
-            if issubclass(kind, PluginSection):
-                inners = kind.of_plugins().values()
-            for inner in inners:
+            of_plugins = kind.of_plugins().values() if issubclass(kind, PluginSection) else ()
+            for inner in of_plugins or (kind,):
                 yield from sections((*path, name), inner)

@@ -124,6 +124,7 @@ def test_missing_software_is_told_before_ranks_start(
     asked, registry = run(train={"optimizer": optimizer}), Registry.load()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     monkeypatch.setattr("anygauge.training.optimizers.installed_version", lambda _: torch_version)
+    assert asked.may_use_bitsandbytes is bool(optimizer), "else its rank would not find it"
     checks.check_optimizer(asked, registry, need_software=False)
     with nullcontext() if said is None else pytest.raises(NotAvailableError, match=said):
         checks.check_optimizer(asked, registry, need_software=True)
