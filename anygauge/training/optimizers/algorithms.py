@@ -90,7 +90,7 @@ def _paged_adamw() -> Any:
         def _rename(self, names: dict[str, str]) -> None:
             for group in self.param_groups:
                 for state in (self.state[p] for p in group["params"] if p in self.state):
-                    for old in names.keys() & state.keys():
+                    for old in [name for name in names if name in state]:
                         state[names[old]] = state.pop(old)
 
     return PagedAdamW
