@@ -32,6 +32,7 @@ COMMANDS = {
     "generate": "Let a model answer, with or without an adapter.",
     "evaluate": "Show the loss and perplexity of a model on rows.",
     "merge": "Fold an adapter into its base model.",
+    "push": "Upload the result of a run to the hub.",
     "env": "Show the environment that a run would get, and why.",
     "doctor": "Check whether a machine is ready for a backend, and what to fix.",
     "image": "Show a backend's container image and how to run it, or run it.",
@@ -42,7 +43,8 @@ COMMANDS = {
 }
 _HOMES = {
     **dict.fromkeys(("launchers", "backends", "strategies", "kernels"), "listings"),
-    **dict.fromkeys(("generate", "merge"), "trained"),
+    "generate": "answers",
+    "merge": "trained",
     "launch": "train",
     "schema": "fields",
     "job": "job_command",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -134,6 +132,7 @@ def _samples(
 
     import anygauge
     from anygauge.config.schema import PrecisionSection, resolve_precision
+    from anygauge.data.formats import user_chat
     from anygauge.models.generate import generate, load_for_inference
     from anygauge.models.source import quiet_libraries
     from anygauge.models.tokenizer import load_tokenizer
@@ -141,7 +140,7 @@ def _samples(
 
     quiet_libraries()
     tokenizer = load_tokenizer(origin.section)
-    questions = [question_ids(origin, tokenizer, prompt) for prompt in prompts]
+    questions, stop_ids = question_ids(origin, tokenizer, [*map(user_chat, prompts)])
     answers: list[list[str]] = []
     with anygauge.open_backend(backend or "auto") as opened:
         precision = resolve_precision(PrecisionSection(), opened.support)
@@ -152,12 +151,9 @@ def _samples(
         }
         for section, adapter in ((base, None), (origin.section, origin.adapter)):
             model = load_for_inference(section, adapter=adapter, **loading)
-            # An answer is streamed to standard output as well.
-            with contextlib.redirect_stdout(io.StringIO()):
-                options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
-                answers.append(
-                    [generate(model, tokenizer, ids, stop_ids=e, **options) for ids, e in questions]
-                )
+            options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "temperature": 0.0}
+            options |= {"stop_ids": stop_ids, "stream": False}
+            answers.append([generate(model, tokenizer, ids, **options) for ids in questions])
             del model  # before the next one is loaded
     return [
         Sample(run=run.label, prompt=prompt, before=before, after=after)

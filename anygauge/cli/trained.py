@@ -1,15 +1,16 @@
-"""``anygauge generate`` and ``anygauge merge``: use a model, from a run, a folder or the hub."""
+"""What was trained, as a command names it: a run, a folder or a name of the hub; and
+``anygauge merge``."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from anygauge.cli.shared_options import BackendOption, ModelArgument, TokenizerOption
+from anygauge.cli.shared_options import ModelArgument, TokenizerOption
 from anygauge.interface import ModelError, UsageError
 from anygauge.util.console import Console
 from anygauge.util.files import why_no_folder
@@ -17,73 +18,10 @@ from anygauge.util.text import did_you_mean
 
 if TYPE_CHECKING:
     from anygauge.config.schema import DataSection, ModelSection, RunFile
+    from anygauge.data.formats import Chat
 
 MAX_FOLDERS = 8
-EMPTY_ANSWER = (
-    "the answer is empty: the model ended it with its first token. The model may expect another "
-    "prompt format (try --raw) or need more training; a --temperature above 0 samples other tokens"
-)
-NO_ADAPTER = "Use only the base model of an adapter's run."
-RAW = "Use the prompt unchanged, without a template."
-LONGEST = "Longest answer, in tokens."
-TEMPERATURE = "0: always the likeliest token."
 OWN_ADAPTER = "Folder of the adapter; default: the run's own."
-
-
-def generate(
-    model: ModelArgument,
-    prompt: Annotated[str | None, typer.Option(help="The prompt; default: standard input.")] = None,
-    adapter: Annotated[
-        Path | None, typer.Option(help="Folder of an adapter for this model.")
-    ] = None,
-    no_adapter: Annotated[bool, typer.Option("--no-adapter", help=NO_ADAPTER)] = False,
-    raw: Annotated[bool, typer.Option("--raw", help=RAW)] = False,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help=LONGEST)] = 128,
-    temperature: Annotated[float, typer.Option(min=0.0, help=TEMPERATURE)] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="For temperatures above 0.")] = 0,
-    tokenizer: TokenizerOption = None,
-    backend: BackendOption = None,
-) -> None:
-    """Let a model answer, and print only the answer; if it is empty, a line on standard error."""
-    if prompt is None:
-        prompt = sys.stdin.read().removeprefix("\ufeff").rstrip("\n")
-    origin = model_origin(model, adapter, tokenizer)
-    fetch_model(origin.section)
-
-    import anygauge
-    from anygauge.config.schema import PrecisionSection, resolve_precision
-    from anygauge.models.generate import generate as answer
-    from anygauge.models.generate import load_for_inference
-    from anygauge.models.source import quiet_libraries
-    from anygauge.models.tokenizer import check_vocabulary, load_tokenizer
-    from anygauge.strategies.shared.common import torch_dtype
-
-    quiet_libraries()
-    loaded_tokenizer = load_tokenizer(origin.section)
-    ids, stop_ids = question_ids(origin, loaded_tokenizer, prompt, raw=raw)
-    if not ids:
-        raise UsageError("the prompt is empty: give --prompt TEXT, or text on standard input")
-    with anygauge.open_backend(backend or "auto") as opened:
-        opened.placement.seed(seed)
-        precision = resolve_precision(PrecisionSection(), opened.support)
-        loaded = load_for_inference(
-            origin.section,
-            adapter=None if no_adapter else origin.adapter,
-            device=opened.placement.device,
-            dtype=torch_dtype(precision.param_dtype),
-            attention=opened.attention,
-        )
-        check_vocabulary(loaded.config, loaded_tokenizer)
-        text = answer(
-            loaded,
-            loaded_tokenizer,
-            ids,
-            max_new_tokens=max_new_tokens,
-            temperature=temperature,
-            stop_ids=stop_ids,
-        )
-    if not text.strip():
-        Console(stderr=True).print(EMPTY_ANSWER)
 
 
 def merge(
@@ -113,7 +51,7 @@ def merge(
     loaded = load_tokenizer(origin.section)
     data = origin.data
     given, kwargs = (data.chat_template, data.chat_template_kwargs) if data else (None, {})
-    _, ends = render(origin.section, data, None)
+    _, ends = render(origin.section, data)
     files = ResultFiles(
         origin.section,
         loaded,
@@ -258,30 +196,55 @@ def _refuse_no_folder(model: str) -> None:
 
 
 def question_ids(
-    origin: ModelOrigin, tokenizer: Any, prompt: str, *, raw: bool = False
-) -> tuple[list[int], list[int]]:
-    """The tokens of a question as training put it, and tokens other than EOS that end an answer.
+    origin: ModelOrigin, tokenizer: Any, questions: Sequence[Chat], *, raw: bool = False
+) -> tuple[list[list[int]], list[int]]:
+    """The tokens of questions as training put them, and tokens other than EOS that end an answer.
+
+    Several turns, and tools, always go through the chat template.
+
+    Raises:
+        DataError: the source that would show the format can no longer be read; or the template
+            does not take a question.
+        ModelError: the tokenizer has no chat template.
+        AnygaugeError: see `anygauge.launch.prepare.render`.
+    """
+    from anygauge.data import prompt_ids
+    from anygauge.launch import prepare
+
+    put = prompt_format(origin, tokenizer, raw=raw)
+    texts = [
+        None if len(one.turns) > 1 or one.tools else put(one.turns[0]["content"])
+        for one in questions
+    ]
+    chats = [one for one, text in zip(questions, texts, strict=True) if text is None]
+    if raw and chats:
+        raise UsageError(f"--raw: {chats[0].origin} has turns or tools, which need a template")
+    found, stop_ids = prepare.render(origin.section, origin.data, chats) if chats else ([], [])
+    rendered = iter(found)
+    ids = [next(rendered) if text is None else prompt_ids(tokenizer, text) for text in texts]
+    return ids, stop_ids
+
+
+def prompt_format(
+    origin: ModelOrigin, tokenizer: Any, *, raw: bool = False
+) -> Callable[[str], str | None]:
+    """How a prompt becomes what the model reads; of None where it goes through the chat template.
 
     Where several sources were trained on, the first tells how. Where no run is known, the
     tokenizer's chat template does, if it has one.
 
     Raises:
         DataError: the source that would show the format can no longer be read.
-        ModelError: the tokenizer has no chat template.
-        AnygaugeError: see `anygauge.launch.prepare.render`.
     """
-    from anygauge.data import first_records, prompt_ids
+    from anygauge.data import first_records
     from anygauge.data.formats import question_text
-    from anygauge.launch import prepare
 
     data = origin.data
     has_template = bool(getattr(tokenizer, "chat_template", None) or (data and data.chat_template))
     if raw or (data is None and not has_template):
-        return prompt_ids(tokenizer, prompt), []
-    if data is not None:
-        source = data.train_sources[0]
-        first = first_records(source, 1, "data.train")[0]
-        text = question_text(first, source, prompt, has_chat_template=has_template)
-        if text is not None:
-            return prompt_ids(tokenizer, text), []
-    return prepare.render(origin.section, data, prompt)
+        return str
+    if data is None:
+        return lambda prompt: None
+    source = data.train_sources[0]
+    first = first_records(source, 1, "data.train")[0]
+    return lambda prompt: question_text(first, source, prompt, has_chat_template=has_template)

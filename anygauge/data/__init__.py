@@ -22,7 +22,7 @@ from anygauge.data.prepare_rows import (
     training_batches,
 )
 from anygauge.data.rows import TokenizedRows, Tokens
-from anygauge.data.sources import first_records
+from anygauge.data.sources import first_records, read_questions
 
 __all__ = [
     "STEPS_AHEAD",
@@ -44,5 +44,6 @@ __all__ = [
     "peek",
     "prepare",
     "prompt_ids",
+    "read_questions",
     "training_batches",
 ]

@@ -197,17 +197,7 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
         return _text_column(record, getattr(source, setting), f"{field}.{setting}")
 
     def turns(setting: str, read: Callable[..., Turn] = _parse_message) -> list[Turn]:
-        name = getattr(source, setting)
-        value = _list_column(record, name, f"{field}.{setting}", "a list of turns")
-        if not value:
-            raise DataError(
-                f"{record.origin}: column {name!r} holds an empty list; correct or remove the row"
-            )
-        found = []
-        for number, turn in enumerate(value, start=1):
-            place = f"{record.origin}: turn {number} of {name!r}"
-            found.append(read(_expect(turn, Mapping, f"{place} is", "an object"), place, field))
-        return found
+        return _parse_turns(record, getattr(source, setting), f"{field}.{setting}", field, read)
 
     match row_format:
         case "messages":
@@ -229,6 +219,38 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
         case "text":
             return _make_row(record, None, text("text"))
     return _parse_tokens(record)
+
+
+def parse_question(record: Record, source: SourceSection) -> Chat:
+    """What a row asks, without an answer; its columns are named as in a source, or as usual."""
+    names = (source.messages, source.prompt, "messages", "prompt")
+    name = next((name for name in names if name in record.values), "prompt")
+    if not isinstance(_column_value(record, name, None), list):
+        return user_chat(_text_column(record, name, None), record.origin)
+    turns = _parse_turns(record, name, None, "data.train", _parse_message)
+    if turns[-1]["role"] == "assistant":
+        raise DataError(f"{record.origin}: the last turn is the assistant's; remove it to ask")
+    return Chat(tuple(turns), _parse_tools(record, source.tools), (), record.origin)
+
+
+def user_chat(text: str, origin: str = "the prompt") -> Chat:
+    """A question, as the one turn of a user."""
+    return Chat(({"role": "user", "content": text},), None, (), origin)
+
+
+def _parse_turns(
+    record: Record, name: str, setting: str | None, field: str, read: Callable[..., Turn]
+) -> list[Turn]:
+    value = _list_column(record, name, setting, "a list of turns")
+    if not value:
+        raise DataError(
+            f"{record.origin}: column {name!r} holds an empty list; correct or remove the row"
+        )
+    found = []
+    for number, turn in enumerate(value, start=1):
+        place = f"{record.origin}: turn {number} of {name!r}"
+        found.append(read(_expect(turn, Mapping, f"{place} is", "an object"), place, field))
+    return found
 
 
 def _column_names(record: Record) -> str:

@@ -18,7 +18,7 @@ from anygauge.config.paths import DATA_SUFFIXES, data_suffix, names_address, nam
 from anygauge.config.schema import SourceSection
 from anygauge.data import readers
 from anygauge.data.cache import Cache, key_of, read_error
-from anygauge.data.formats import detect_format
+from anygauge.data.formats import Chat, detect_format, parse_question
 from anygauge.data.readers import Record
 from anygauge.data.remote_files import (
     BLOCK,
@@ -127,6 +127,26 @@ def first_records(
     if not records:
         raise DataError(f"{source.name} is empty; at least one row is needed")
     return records
+
+
+def read_questions(path: str, source: SourceSection | None) -> list[Chat]:
+    """What the rows of a file ask, see `parse_question`; of plain text, each line with a text.
+
+    Raises:
+        DataError: names file and row.
+    """
+    section = SourceSection(path=path, text="prompt")
+    opened = open_source(section, "--prompts")
+    rows = list(opened.rows(0))
+    if data_suffix(path) == ".txt":  # whose documents may have several lines
+        rows = [
+            Record({"prompt": line}, place=place)
+            for row in rows
+            for place, line in enumerate(row.values["prompt"].split("\n"), row.place)
+        ]
+    if not rows:
+        raise DataError(f"{path} is empty; at least one prompt is needed")
+    return [parse_question(row.parse(opened.origin), source or section) for row in rows]
 
 
 def row_format(

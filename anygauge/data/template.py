@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from anygauge.config.paths import CHAT_TEMPLATE, NAMED_TEMPLATES, holds_template
-from anygauge.data.formats import Turn
+from anygauge.data.formats import Chat, Turn
 from anygauge.interface import DataError, ModelError, RunFileError
 from anygauge.util.files import read_text
 from anygauge.util.text import did_you_mean
@@ -240,13 +240,14 @@ class ChatTemplate:
                 return [int(self.tokenizer.convert_tokens_to_ids(matches[0]))]
         return []
 
-    def question_ids(self, prompt: str) -> list[int]:
-        """The tokens of one question of a user, up to where the answer begins."""
+    def question_ids(self, chat: Chat) -> list[int]:
+        """The tokens of turns that end with a question, up to where the answer begins."""
+        self.row = chat.origin
         try:
-            text, _ = self.render([{"role": "user", "content": prompt}], None, asks=True)
+            text, _ = self.render(chat.turns, chat.tools, asks=True)
         except TemplateRefusal as refusal:
             raise DataError(
-                f"the chat template does not take a question: {refusal}; give --raw to ask "
+                f"{chat.origin}: the chat template does not take it: {refusal}; give --raw to ask "
                 "without it"
             ) from None
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -14,7 +14,10 @@ from anygauge.launch.prepare_call import prepare
 from anygauge.models.hub import HubUnreachableError
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from anygauge.config.schema import DataSection, ModelSection, RunFile
+    from anygauge.data.formats import Chat
     from anygauge.launch.request import RunRequest
     from anygauge.training.checks import Findings
 
@@ -147,20 +150,21 @@ def fetch_configuration(run: RunFile) -> None:
 
 
 def render(
-    section: ModelSection, data: DataSection | None, prompt: str | None
-) -> tuple[list[int], list[int]]:
-    """The tokens of a prompt in its chat template, and those that end an answer.
+    section: ModelSection, data: DataSection | None, chats: Sequence[Chat] = ()
+) -> tuple[list[list[int]], list[int]]:
+    """The tokens of chats in their template, each up to its answer, and those that end an answer.
 
     Args:
         data: of the run, with its chat template; None: the tokenizer's.
-        prompt: see `PrepareRequest`.
+        chats: see `PrepareRequest`.
 
     Raises:
-        AnygaugeError: there is no template, or it does not take the prompt; or it was ended.
+        AnygaugeError: there is no template, or it does not take a chat; or it was ended.
     """
     from anygauge.launch.prepare_request import PrepareRequest
 
     of_run = {"chat_template", "chat_template_kwargs"}
     template = {} if data is None else data.model_dump(include=of_run)
-    answer = prepare(PrepareRequest(stages=("render",), model=section, prompt=prompt, **template))
+    asked = PrepareRequest(stages=("render",), model=section, chats=tuple(chats), **template)
+    answer = prepare(asked)
     return answer.ids, answer.stop_ids

@@ -7,6 +7,7 @@ from typing import Any, Literal
 from anygauge.config.paths import is_remote
 from anygauge.config.resolved import parse_run
 from anygauge.config.schema import ModelSection
+from anygauge.data.formats import Chat
 from anygauge.launch.decision import Decision
 from anygauge.models.hub import DownloadRequest
 from anygauge.training.checks import Findings
@@ -32,7 +33,7 @@ class PrepareRequest(Section):
         asked: True: plan also where that is not needed; False: never.
         force: refuse nothing because of a plan.
         first: put so many rows of each source in the cache; None: all.
-        model, chat_template, chat_template_kwargs, prompt: what is rendered. Without a prompt, only
+        model, chat_template, chat_template_kwargs, chats: what is rendered. Without chats, only
             the tokens that end an answer are asked for, of which there are none without a template.
         with_torch: hide nothing.
     """
@@ -55,7 +56,7 @@ class PrepareRequest(Section):
     model: ModelSection | None = None
     chat_template: str | None = None
     chat_template_kwargs: dict[str, Any] = {}
-    prompt: str | None = None
+    chats: tuple[Chat, ...] = ()
     with_torch: bool = False
 
     @property
@@ -80,7 +81,7 @@ class PrepareAnswer(Section):
         left: bytes of weights whose index alone was wanted, and that are not here.
         unreachable: why the hub could not be asked, if that refuses nothing.
         unchecked: why nothing could be checked here, and only ranks will.
-        ids: the tokens of the prompt.
+        ids: the tokens of each chat.
         stop_ids: the tokens that end an answer.
     """
 
@@ -89,5 +90,5 @@ class PrepareAnswer(Section):
     unchecked: str = ""
     found: Findings = Findings()
     decided: Decision | None = None
-    ids: list[int] = []
+    ids: list[list[int]] = []
     stop_ids: list[int] = []

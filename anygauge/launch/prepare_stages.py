@@ -173,19 +173,19 @@ class Stages:
             self._send_answer(found=Findings(steps=steps))
 
     def _render(self) -> None:
-        """Put a prompt in its chat template."""
+        """Put chats in their template."""
         from anygauge.data.template import ChatTemplate, end_of_turn_ids, read_template
 
         request = self._request
         assert request.model is not None
         tokenizer = self._tokenizer(request.model)
         given, kwargs = read_template(request.chat_template), request.chat_template_kwargs
-        if request.prompt is None:
+        if not request.chats:
             ends = end_of_turn_ids(tokenizer, given, self._rendering, kwargs=kwargs)
             return self._send_answer(stop_ids=ends)
         template = ChatTemplate(tokenizer, given, self._rendering, kwargs=kwargs)
-        template.row = "the prompt"
-        self._send_answer(ids=template.question_ids(request.prompt), stop_ids=template.stop_ids())
+        ids = [template.question_ids(chat) for chat in request.chats]
+        self._send_answer(ids=ids, stop_ids=template.stop_ids())
 
     def _tokenizer(self, section: ModelSection) -> Any:
         self.enter("model")

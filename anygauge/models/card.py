@@ -21,11 +21,13 @@ from anygauge.models import curve
 from anygauge.models.quantization import in_words, quantization
 from anygauge.models.source import local_folder
 from anygauge.util.files import read_bounded, write_text
+from anygauge.util.text import first_line
 
 FILE = "README.md"
 _TEMPLATE = Path(__file__).with_suffix(".jinja")
 _LARGEST, _LARGEST_HEADER = 2**20, 2**16
 """Of a card that a stranger wrote, in bytes; of its header, in characters."""
+_BY_FOLDER = " by its folder: put its name on the hub there"
 LARGEST_PERPLEXITY = 1e9
 """Beyond it, it says no more than the loss."""
 
@@ -85,7 +87,7 @@ def run_card(run: RunFile, facts: Facts) -> str:
         name=run.name,
         summary=f"A {what} trained from {_base_name(model)}.",
         use=use,
-        place="" if _on_hub(model) else " by its folder: put its name on the hub there",
+        place="" if _on_hub(model) else _BY_FOLDER,
         settings=_settings(run, facts),
         losses=_loss_rows(facts),
         curve=facts.curve and curve.FILE,
@@ -124,6 +126,31 @@ def _make_card(model: ModelSection, tags: list[str], relation: str, **parts: Any
         **header,
     )
     return str(ModelCard.from_template(data, template_path=str(_TEMPLATE), **parts)).rstrip() + "\n"
+
+
+def published_card(folder: Path, name: str, base: str | None) -> str:
+    """The card of a result as it stands on the hub under a name; empty where there is none.
+
+    Raises:
+        ModelError: its header cannot be read.
+    """
+    from huggingface_hub import ModelCard
+
+    text = _text_of(folder)
+    for here, there in (
+        (_BY_FOLDER, ""),
+        ("In the folder of this card", "From the hub"),
+        ('from_pretrained(".")', f'from_pretrained("{name}")'),
+    ):
+        text = text.replace(here, there)
+    if not text or base is None:
+        return text
+    try:
+        made = ModelCard(text)
+    except (ValueError, yaml.YAMLError) as error:
+        raise ModelError(f"{folder / FILE}: its header is damaged: {first_line(error)}") from None
+    made.data["base_model"] = base
+    return str(made)
 
 
 def public_name(text: str) -> str:

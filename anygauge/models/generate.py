@@ -122,13 +122,15 @@ def generate(
     max_new_tokens: int,
     temperature: float,
     stop_ids: Sequence[int] = (),
+    stream: bool = True,
 ) -> str:
-    """The model's continuation of a prompt, which is printed while it is made.
+    """The model's continuation of a prompt.
 
     Args:
         prompt: token numbers, as training saw them before an answer.
         temperature: 0 always takes the likeliest token.
         stop_ids: tokens that end an answer, in addition to those that the model or tokenizer names.
+        stream: print the answer while it is made.
     """
     from transformers import TextStreamer
 
@@ -136,6 +138,7 @@ def generate(
     ends = model.generation_config.eos_token_id or tokenizer.eos_token_id
     ends = {ends} if isinstance(ends, int) else {*ends}
     sampling = {"temperature": temperature} if temperature else {}
+    streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
     ids = torch.tensor([prompt], device=model.device)
     with torch.no_grad():
         output = model.generate(
@@ -144,7 +147,7 @@ def generate(
             max_new_tokens=max_new_tokens,
             pad_token_id=tokenizer.pad_token_id,
             eos_token_id=sorted({*ends, *stop_ids}),
-            streamer=TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True),
+            streamer=streamer if stream else None,
             do_sample=temperature > 0,
             **sampling,
         )

@@ -399,7 +399,7 @@ def _refusal(error: BaseException, status: int | None, request: DownloadRequest)
     """Explain what is wrong with the request; None where the hub did not answer it."""
     from huggingface_hub import constants, errors, get_token
 
-    name, text, page = request.name, _reason(error), f"{constants.ENDPOINT}/{request.name}"
+    name, text, page = request.name, error_reason(error), f"{constants.ENDPOINT}/{request.name}"
     log_in = "log in (hf auth login, or HF_TOKEN)"
     if isinstance(error, errors.GatedRepoError):
         account = "the account of your token" if get_token() else f"an account, and {log_in}"
@@ -445,7 +445,8 @@ def _no_answer(
     by_hand = f"python -m anygauge.models.fetch {request.name}"
     hub, absent = f"the hub ({constants.ENDPOINT})", f"{_absence(request)}, and "
     if status is not None:
-        absent, why, advice = "", f"{hub} cannot answer now: {_reason(error)}", "Try again later"
+        absent, advice = "", "Try again later"
+        why = f"{hub} cannot answer now: {error_reason(error)}"
     elif constants.HF_HUB_OFFLINE:
         why = "HF_HUB_OFFLINE is set"
         advice = f"Unset it, or fetch the model while there is a network: {by_hand}"
@@ -461,6 +462,6 @@ def _no_answer(
     return found
 
 
-def _reason(error: BaseException) -> str:
+def error_reason(error: BaseException) -> str:
     """Return the hub's message; else a line without addresses and numbers of requests."""
     return first_line(getattr(error, "server_message", None) or error)

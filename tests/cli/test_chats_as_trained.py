@@ -10,6 +10,7 @@ import pytest
 
 from anygauge.cli import run as command
 from anygauge.cli.trained import model_origin, question_ids
+from anygauge.data.formats import user_chat
 from anygauge.interface import ModelError
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.runs import check_here, run_file, save_tiny, trained_here
@@ -49,7 +50,7 @@ def test_results_are_asked_as_they_were_trained(
         assert text == ASKED
     for folder in (run.folder, tmp_path / "merged"):
         origin = model_origin(str(folder), None, None)
-        ids, stops = question_ids(origin, tokenizer, "What?")
+        [ids], stops = question_ids(origin, tokenizer, [user_chat("What?")])
         assert tokenizer.decode(ids) == ASKED
         assert tokenizer.convert_ids_to_tokens(stops) == ["<|im_end|>"]
 
@@ -82,7 +83,10 @@ def test_a_run_on_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (folder / "adapter").mkdir(parents=True)
     (folder / "run.yaml").write_text(path.read_text())
     origin = model_origin(str(folder), None, str(tmp_path / "tokenizer"))
-    assert tokenizer.decode(question_ids(origin, tokenizer, "q")[0]) == "<s>q"
+    assert tokenizer.decode(question_ids(origin, tokenizer, [user_chat("q")])[0][0]) == "<s>q"
     tokenizer.chat_template = template("inst")
     tokenizer.save_pretrained(tmp_path / "tokenizer")
-    assert tokenizer.decode(question_ids(origin, tokenizer, "q")[0]) == "<s>[INST] q[/INST]"
+    assert (
+        tokenizer.decode(question_ids(origin, tokenizer, [user_chat("q")])[0][0])
+        == "<s>[INST] q[/INST]"
+    )

@@ -15,6 +15,7 @@ from anygauge.cli.data import example_text
 from anygauge.cli.trained import model_origin, question_ids
 from anygauge.config.schema import ModelSection
 from anygauge.data.encode import Tokens
+from anygauge.data.formats import user_chat
 from anygauge.interface import DataError, RunFileError
 from anygauge.launch import prepare, prepare_endings
 from tests.helpers.chats import make_chat_tokenizer
@@ -156,7 +157,9 @@ def test_other_runs_are_asked_through_their_template(tmp_path: Path) -> None:
     path = run_file(tmp_path, data={"train": {"template": "Q: {prompt}\nA: "}})
     (folder / "run.yaml").write_text(path.read_text())
     tokenizer: Any = make_chat_tokenizer(tmp_path / "other")
-    ids, stops = question_ids(model_origin(str(folder), None, None), tokenizer, "What?")
+    [ids], stops = question_ids(
+        model_origin(str(folder), None, None), tokenizer, [user_chat("What?")]
+    )
     assert (tokenizer.decode(ids), stops) == ("<s>Q: What?\nA: ", [])
 
 
@@ -192,4 +195,4 @@ def test_a_template_beyond_all_memory_is_ended_with_a_prompt(tmp_path: Path) -> 
         rf"^the chat template of {tmp_path} took more than 4\.0 GiB to render the prompt\. Correct"
     )
     with pytest.raises(DataError, match=said):
-        prepare.render(section, None, "What?")
+        prepare.render(section, None, [user_chat("What?")])

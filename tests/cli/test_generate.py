@@ -1,13 +1,15 @@
-"""``anygauge generate``: models that are not there, and answers that are empty."""
+"""``anygauge generate``: models that are not there; prompts, files of prompts, and chats."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Iterator
+import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from transformers import PretrainedConfig
@@ -15,10 +17,9 @@ from transformers import PretrainedConfig
 from anygauge.cli import run as command
 from anygauge.cli.trained import model_origin
 from anygauge.config.schema import ModelSection
-from anygauge.data import prompt_ids
-from anygauge.interface import FULL, ModelError, UsageError
+from anygauge.interface import FULL, DataError, ModelError, UsageError
 from anygauge.util.files import write_text
-from tests.helpers.tiny_tokenizer import make_tokenizer
+from tests.helpers.chats import assistant, make_chat_tokenizer, template, user
 from tests.standins.hub import Hub
 
 
@@ -87,37 +88,155 @@ def test_a_checkpoint_is_an_adapter_wherever_it_lies(tmp_path: Path) -> None:
     assert (origin.section.name, origin.adapter) == ("owner/name", adapter)
 
 
-@pytest.mark.parametrize("answer", ["", "yes"])
-def test_an_empty_answer_is_told(
-    answer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+# -- prompts, files of them, chats; what the model itself does is made up --------------------------
+
+
+class Talk:
+    """A model that answers each prompt with its next line.
+
+    Attributes:
+        asked: each prompt as text; of the base alone, behind ``base: ``.
+        answers: gives its lines; an error is raised.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.is_base = folder, False
+        self.tokenizer: Any = make_chat_tokenizer(folder)
+        self.config = PretrainedConfig(vocab_size=512)
+        self.asked: list[str] = []
+        self.answers = Mock()
+
+    @contextlib.contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        self.is_base = True
+        yield
+        self.is_base = False
+
+    def answer(self, model: Any, tokenizer: Any, ids: Any, *, stream: bool, **options: Any) -> str:
+        self.asked.append("base: " * self.is_base + self.tokenizer.decode(ids))
+        found = str(self.answers())
+        if stream:
+            print(found)
+        return found
+
+    def generate(self, *options: str, answers: Sequence[str | BaseException]) -> list[str]:
+        """What it was asked by a command."""
+        self.answers, self.asked = Mock(side_effect=answers), []
+        assert command(["generate", str(self.folder), *options]) == 0
+        assert self.answers.call_count == len(answers)
+        return self.asked
+
+
+@pytest.fixture
+def talk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Talk:
+    """A model in a folder with a chat template, and an adapter beside it."""
     import anygauge
     from anygauge.models import generate
 
     @contextlib.contextmanager
     def open_backend(name: str) -> Iterator[Any]:
-        placement = SimpleNamespace(
-            seed=lambda seed: None, dtypes=frozenset({"float32"}), device="host"
-        )
+        dtypes = frozenset({"float32"})
+        placement = SimpleNamespace(seed=lambda seed: None, dtypes=dtypes, device="host")
         yield SimpleNamespace(placement=placement, support=lambda name: FULL, attention="eager")
 
-    asked = []
-
-    def says(model: Any, tokenizer: Any, ids: Any, **options: Any) -> str:
-        asked.append(ids)
-        return answer
-
+    talk = Talk(tmp_path / "model")
+    talk.tokenizer.chat_template = template("inst")
+    talk.tokenizer.save_pretrained(talk.folder)
+    write_text(tmp_path / "adapter/adapter_config.json", '{"base_model_name_or_path": "model"}')
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(anygauge, "open_backend", open_backend)
-    monkeypatch.setattr(
-        generate,
-        "load_for_inference",
-        lambda *_, **options: SimpleNamespace(config=PretrainedConfig(vocab_size=512)),
-    )
-    monkeypatch.setattr(generate, "generate", says)
-    tokenizer = make_tokenizer(tmp_path)
+    monkeypatch.setattr(generate, "load_for_inference", lambda *_, **options: talk)
+    monkeypatch.setattr(generate, "generate", talk.answer)
+    return talk
+
+
+def at_a_terminal(monkeypatch: pytest.MonkeyPatch, typed: list[str | type[BaseException]]) -> None:
+    """Have these lines typed; of an error, its key is pressed."""
+    monkeypatch.setattr("builtins.input", Mock(side_effect=typed))
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+
+
+@pytest.mark.parametrize("answer", ["", "yes"])
+def test_an_empty_answer_is_told(
+    answer: str, talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     # A file that an editor began with a byte order mark.
     monkeypatch.setattr("sys.stdin", io.StringIO("\ufeffhello\n"))
-    assert command(["generate", str(tmp_path)]) == 0
-    assert asked == [prompt_ids(tokenizer, "hello")]
+    assert talk.generate("--raw", answers=[answer]) == ["<s>hello"]
     err = capsys.readouterr().err
     assert ("the model ended it with its first token" in err) == (not answer)
+
+
+def test_base_and_adapter_answer_one_prompt(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["--adapter", "adapter", "--compare", "--prompt", "a"]
+    asked = talk.generate(*options, answers=["b", "c"])
+    assert asked == ["base: <s>[INST] a[/INST]", "<s>[INST] a[/INST]"]
+    assert capsys.readouterr().out == "base:\nb\nadapter:\nc\n"
+
+
+def test_in_a_chat_base_and_adapter_keep_what_each_said(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_a_terminal(monkeypatch, ["a", " ", "b", "c", KeyboardInterrupt, "/new", "d", "/quit"])
+    answers = ["x", "y", KeyboardInterrupt(), "z", "u", "v", "w"]
+    first, base = "<s>[INST] a[/INST]", "base: <s>[INST] a[/INST]"
+    assert talk.generate("--adapter", "adapter", "--compare", answers=answers) == [
+        *(base, first, f"{base}x</s>[INST] b[/INST]"),
+        *(f"{base}x</s>[INST] c[/INST]", f"{first}y</s>[INST] c[/INST]"),
+        *("base: <s>[INST] d[/INST]", "<s>[INST] d[/INST]"),
+    ]
+    assert capsys.readouterr().err.startswith("A chat: /new begins again, /quit or Ctrl-D ends it")
+
+
+def test_without_a_template_prompts_stand_alone(
+    talk: Talk, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    at_a_terminal(monkeypatch, ["a", "b", EOFError])
+    assert talk.generate("--raw", answers=["x", "y"]) == ["<s>a", "<s>b"]
+    assert capsys.readouterr().err.endswith("each prompt stands alone\n")
+
+
+def test_prompts_of_files(talk: Talk, capsys: pytest.CaptureFixture[str]) -> None:
+    write_text("some.txt", "a b\n\nc\nd\n")
+    asked = talk.generate("--raw", "--prompts", "some.txt", answers="xyz")
+    assert asked == ["<s>a b", "<s>c", "<s>d"]
+    written = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert written[0] == {"prompt": "a b", "answer": "x"} and len(written) == 3
+    turns = [user("a"), assistant("x"), user("é")]
+    rows = [{"prompt": "a", "completion": "of training"}, {"messages": turns}]
+    write_text("some.jsonl", "\n".join(map(json.dumps, rows)))
+    options = ["--prompts", "some.jsonl", "--output", "new.jsonl", "--adapter", "adapter"]
+    asked = talk.generate(*options, "--compare", answers="uvxy")
+    assert asked[3] == "<s>[INST] a[/INST]x</s>[INST] é[/INST]"
+    assert [json.loads(line) for line in Path("new.jsonl").read_text().splitlines()] == [
+        {"prompt": "a", "base": "u", "adapter": "v"},
+        {"messages": turns, "base": "x", "adapter": "y"},
+    ]
+    # What was answered before Ctrl-C is there.
+    talk.answers = Mock(side_effect=["u", KeyboardInterrupt()])
+    assert command(["generate", "model", "--raw", "--prompts", "some.txt"]) == 130
+    assert capsys.readouterr().out == '{"prompt": "a b", "answer": "u"}\n'
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("--prompts a.jsonl --prompt b", "--prompts .*: give a file that is here, without --pr"),
+        ("--prompts missing.txt", "--prompts missing.txt: give a file that is here"),
+        ("--prompts a.jsonl --output a.jsonl", r"--output a\.jsonl: name a new file"),
+        ("--prompt a --output b.jsonl", r"--output b\.jsonl: .* give --prompts FILE"),
+        ("--prompt a --compare", "--compare: there is no adapter to compare .* --adapter FOLDER"),
+        ("--prompts a.jsonl", r"a\.jsonl:2: no column 'prompt'; columns here: question"),
+        ("--prompts b.jsonl", r"b\.jsonl:1: the last turn is the assistant's; remove it to ask"),
+        ("--prompts c.jsonl --raw", r"--raw: c\.jsonl:1 has turns or tools, which need a template"),
+        ("--prompts e.txt", r"e\.txt is empty; at least one prompt is needed"),
+    ],
+)
+def test_what_cannot_be_asked(options: str, words: str, talk: Talk) -> None:
+    write_text("a.jsonl", '{"prompt": "a"}\n{"question": "b"}\n')
+    write_text("b.jsonl", json.dumps({"messages": [user("a"), assistant("b")]}))
+    write_text("c.jsonl", json.dumps({"messages": [user("a"), assistant("b"), user("c")]}))
+    write_text("e.txt", "\n\n")
+    with pytest.raises((DataError, UsageError), match=words):
+        talk.generate(*options.split(), answers=[])
+    assert talk.asked == []

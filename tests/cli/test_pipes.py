@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from anygauge import cli
-from anygauge.cli.trained import EMPTY_ANSWER
+from anygauge.cli.answers import EMPTY_ANSWER
 from tests.helpers.child_processes import begin, bounded, running, until
 from tests.helpers.runs import anygauge, run_file, trained_here
 

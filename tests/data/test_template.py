@@ -9,6 +9,7 @@ from anygauge.config.paths import NAMED_TEMPLATES
 from anygauge.config.schema import DataSection, SourceSection
 from anygauge.data import template as template_module
 from anygauge.data.encode import RowEncoder
+from anygauge.data.formats import user_chat
 from anygauge.data.readers import Record
 from anygauge.data.template import (
     FOLDER,
@@ -103,8 +104,8 @@ def test_a_refusal_has_the_templates_words(chats):
         chat.render(TURNS, None)
     with pytest.raises(TemplateRefusal, match="no turn"):
         chat.render([], None)
-    with pytest.raises(DataError, match="does not take a question: No user; give --raw"):
-        chat.question_ids("q")
+    with pytest.raises(DataError, match="does not take it: No user; give --raw"):
+        chat.question_ids(user_chat("q"))
 
 
 @pytest.mark.parametrize(
@@ -240,7 +241,7 @@ def test_a_chat_is_as_published_and_a_question_is_put_as_training_put_it(named, 
         with_system = SYSTEM[name] + expected.removeprefix(start)
         assert shown(named, name, system("s"), *CHAT) == with_system
     template = ChatTemplate(named, read_template(name))
-    assert expected.startswith(f"{named.decode(template.question_ids(' q'))}⟦")
+    assert expected.startswith(f"{named.decode(template.question_ids(user_chat(' q')))}⟦")
     assert named.convert_ids_to_tokens(template.stop_ids()) == [f"<{ENDS[name]}"]
 
 

@@ -20,6 +20,7 @@ from anygauge.models.source import load_config
 from anygauge.models.tokenizer import load_tokenizer
 from tests.helpers.chats import make_chat_tokenizer, template
 from tests.helpers.runs import TINY, Run, run_file, tiny_model, trained_here
+from tests.standins.hub import TOKEN, Hub, Repository, use_hub
 
 QUESTION = "Say it."
 ASKED = f"<|im_start|>user\n{QUESTION}<|im_end|>\n<|im_start|>assistant\n"
@@ -136,6 +137,68 @@ def test_plain_libraries_ask_and_stop_as_trained(
     model = by_plain_libraries(results[kind], base, tmp_path / "weights")
     answer = model.generate(input_ids=ids, do_sample=False, max_new_tokens=20)[0, ids.shape[1] :]
     assert tokenizer.decode(answer) == ANSWER
+
+
+@pytest.mark.parametrize("kind", ["model", "adapter", "merged"])
+def test_what_was_pushed_is_asked_and_stops_as_trained(
+    results: Mapping[str, Path],
+    base: Path,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from huggingface_hub import constants
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+    published, before = (
+        {path.name: path.read_bytes() for path in folder.iterdir()}
+        for folder in (base, results[kind])
+    )
+    run = results[kind] if kind == "merged" else results[kind].parent
+    with Hub({"them/base": Repository(files=published)}) as hub:
+        use_hub(monkeypatch, hub, tmp_path)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_TOKEN", TOKEN)
+        assert command(["push", str(run), "me/it", "--base", "them/base"]) == 0
+        sent = hub.repositories["me/it"].files
+        assert sent.keys() == before.keys()
+        assert str(base).encode() not in b"".join(sent.values())
+        loading = AutoPeftModelForCausalLM if kind == "adapter" else AutoModelForCausalLM
+        model = loading.from_pretrained("me/it").eval()
+        model.generation_config = GenerationConfig.from_pretrained("me/it")
+        tokenizer = AutoTokenizer.from_pretrained("me/it")
+    assert {path.name: path.read_bytes() for path in results[kind].iterdir()} == before
+    turns = [{"role": "user", "content": QUESTION}]
+    asked = tokenizer.apply_chat_template(
+        turns, add_generation_prompt=True, return_tensors="pt", return_dict=True
+    )
+    answer = model.generate(**asked, do_sample=False, max_new_tokens=20)[0]
+    assert tokenizer.decode(answer) == ASKED + ANSWER
+
+
+def test_vllm_and_llama_cpp_find_what_they_read(results: Mapping[str, Path]) -> None:
+    """By their sources: `vllm/lora/peft_helper.py` and `utils.py` of vLLM 0.33.0 (commit
+    4ba787ec9); `convert_lora_to_gguf.py`, `conversion/base.py` and `gguf/vocab.py` of llama.cpp
+    (commit 0c1e57098, which llama-cpp-python 0.3.36 contains)."""
+    from safetensors import safe_open
+
+    config = fields_of(results["adapter"] / "adapter_config.json")
+    assert (config["r"], config["lora_alpha"], config["use_rslora"]) == (16, 32, False)
+    assert isinstance(config["target_modules"], list) and config["base_model_name_or_path"]
+    assert (config["bias"], config["init_lora_weights"]) == ("none", True)
+    refused = ("modules_to_save", "use_dora", "lora_bias", "alora_invocation_tokens")
+    refused += ("layer_replication", "use_bdlora", "use_qalora", "rank_pattern", "alpha_pattern")
+    assert not any(config.get(name) for name in refused)
+    with safe_open(results["adapter"] / "adapter_model.safetensors", "pt") as tensors:
+        for name in tensors.keys():  # noqa: SIM118 - not a mapping
+            layer, factor, kind = name.rsplit(".", 2)
+            assert layer.startswith("base_model.model.model.layers.")
+            assert factor in ("lora_A", "lora_B") and kind == "weight"
+            assert tensors.get_tensor(name).shape[factor == "lora_B"] == 16
+    for kind in ("model", "merged"):
+        assert fields_of(results[kind] / "config.json")["architectures"] == ["LlamaForCausalLM"]
+        assert {*BESIDE, "tokenizer_config.json"} <= {path.name for path in results[kind].iterdir()}
 
 
 def test_generate_takes_each_folder(

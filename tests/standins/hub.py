@@ -7,6 +7,7 @@ Paths, headers and codes are those of the installed huggingface_hub (`hf_api.mod
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import re
@@ -37,11 +38,15 @@ class Repository:
     Attributes:
         access: ``public``, ``gated`` or ``private`` (what a token of `TOKEN` may read, and nobody
             else), ``refused`` and ``forbidden`` (to every token), or ``broken`` (the hub fails).
+        private: what is told of it to those who may see it.
+        messages: of the commits that were made.
         cut: file -> bytes after which the connection breaks; once each.
     """
 
     files: Mapping[str, bytes]
     access: str = "public"
+    private: bool = False
+    messages: list[str] = field(default_factory=list)
     commit: str = "c0ffee" * 6 + "abcd"
     branches: tuple[str, ...] = ("main",)
     cut: dict[str, list[int]] = field(default_factory=dict)
@@ -64,14 +69,16 @@ class Hub(LocalServer):
         requests: what was asked, in order.
         strangers: of these, what the hub does not have.
         sent: bytes of files that went out.
+        large: SHA-256 -> bytes of files that came in.
     """
 
     def __init__(self, repositories: Mapping[str, Repository]) -> None:
-        super().__init__("GET", "HEAD", "POST")
+        super().__init__("GET", "HEAD", "POST", "PUT")
         self.repositories = dict(repositories)
         self.requests: list[Request] = []
         self.strangers: list[str] = []
         self.sent = 0
+        self.large: dict[str, bytes] = {}
 
     @property
     def address(self) -> str:
@@ -102,13 +109,14 @@ class Hub(LocalServer):
 def use_hub(monkeypatch: pytest.MonkeyPatch, hub: Hub, folder: Path) -> None:
     """What HF_ENDPOINT and HF_HOME set, which are read at the libraries' imports."""
     import datasets
-    from huggingface_hub import constants, file_download
+    from huggingface_hub import constants, file_download, hf_api
 
     monkeypatch.delenv("HF_TOKEN", raising=False)
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(folder / "token"))
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(folder / "hf" / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(constants, "ENDPOINT", hub.address)
+    monkeypatch.setattr(hf_api.api, "endpoint", hub.address)
     monkeypatch.setattr(datasets.config, "HF_ENDPOINT", hub.address)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "hf" / "datasets")
     template = hub.address + "/{repo_id}/resolve/{revision}/{filename}"
@@ -126,6 +134,8 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
     start = int(span[1]) if span else 0
     end = int(span[2]) + 1 if span and span[2] else None
     hub.requests.append(Request(handler.command, path, start, end))
+    if handler.command in ("POST", "PUT") and (written := _write(hub, handler, path, posted)):
+        return send(handler, written[0], {}, json.dumps(written[1]).encode())
     of_tree = "/api/(?:models/)?((?:datasets/)?[^/]+/[^/]+)/(tree|paths-info)/([^/]+)/?(.*)"
     if tree := re.fullmatch(of_tree, path):
         repository = hub.repositories.get(tree[1])
@@ -166,6 +176,62 @@ def _answer(hub: Hub, handler: BaseHTTPRequestHandler) -> None:
                 return _body(hub, handler, {}, body, start, end, repository.cut.get(stored[2]))
     hub.strangers.append(path)
     return send(handler, 404, {})
+
+
+def _write(
+    hub: Hub, handler: BaseHTTPRequestHandler, path: str, posted: bytes
+) -> tuple[int, dict[str, Any]] | None:
+    """Status and answer of what makes a repository or a commit; None for other requests.
+
+    As `hf_api.create_repo`, `_commit_api` and `lfs` of huggingface_hub 2.4 have it, without Xet.
+    """
+    if stored := re.fullmatch("/store/([0-9a-f]{64})", path):
+        assert "Authorization" not in handler.headers, "another host, which takes no token"
+        assert hashlib.sha256(posted).hexdigest() == stored[1]
+        hub.large[stored[1]] = posted
+        return 200, {}
+    lines = [json.loads(line) for line in posted.splitlines()] if posted[:1] == b"{" else [{}]
+    made = re.fullmatch(
+        "/api/(repos/create|validate-yaml)|/(?:api/models/)?([^/]+/[^/]+?)"
+        "(?:/(preupload|commit)/main|[.]git/info/lfs/objects/batch)",
+        path,
+    )
+    if made is None:
+        return None
+    if handler.headers.get("Authorization") != f"Bearer {TOKEN}":
+        return 401, {"error": "Invalid username or password."}
+    if made[1] == "validate-yaml":
+        return 200, {"errors": [], "warnings": []}
+    if made[1]:
+        name = f"{lines[0]['organization']}/{lines[0]['name']}"
+        if lines[0]["organization"] != "me":
+            return 403, {"error": "You don't have the rights to create a model there"}
+        if name in hub.repositories:
+            url = f"{hub.address}/{name}"
+            return 409, {"error": "You already created this model repo", "url": url}
+        private = "private" in (lines[0].get("visibility"), lines[0].get("private") and "private")
+        hub.repositories[name] = Repository(files={}, private=private)
+        return 200, {"url": f"{hub.address}/{name}", "name": name}
+    repository = hub.repositories[made[2]]
+    if made[3] == "preupload":
+        kinds = {True: "lfs", False: "regular"}
+        files = [
+            {"path": p, "uploadMode": kinds[p.endswith(LARGE)], "shouldIgnore": False}
+            for p in (file["path"] for file in lines[0]["files"])
+        ]
+        return 200, {"files": files}
+    if made[3] == "commit":
+        repository.messages.append(lines[0]["value"]["summary"])
+        for value in (one["value"] for one in lines[1:]):
+            body = hub.large.get(value.get("oid")) or base64.b64decode(value["content"])
+            repository.files = {**repository.files, value["path"]: body}
+        address = f"{hub.address}/{made[2]}/commit/{repository.commit}"
+        return 200, {"commitUrl": address, "commitOid": repository.commit}
+    objects = [
+        {**one, "actions": {"upload": {"href": f"{hub.store}/store/{one['oid']}"}}}
+        for one in lines[0]["objects"]
+    ]
+    return 200, {"transfer": "basic", "objects": objects}
 
 
 def _file(
@@ -235,7 +301,7 @@ def _info(name: str, repository: Repository, blobs: bool) -> dict[str, Any]:
         siblings.append(one)
     name = name.removeprefix("datasets/")
     return {
-        **{"id": name, "modelId": name, "sha": repository.commit, "private": False},
+        **{"id": name, "modelId": name, "sha": repository.commit, "private": repository.private},
         **{"gated": repository.access == "gated", "downloads": 0, "likes": 0, "tags": []},
         "siblings": siblings,
     }
