@@ -23,8 +23,8 @@ from anygauge.cli.imports.engine_files import read_mapping
 from anygauge.interface import AnygaugeError
 from anygauge.util.text import first_line
 
-NEEDS_FP8 = ("--backend", "hpu")
-"""Options of a dry run for a file with FP8, which only some backends have."""
+NEEDS = {"fp8: true": "hpu", "paged: true": "cuda"}
+"""What only some backends have -> one that a dry run of such a file names."""
 
 
 @dataclass
@@ -83,8 +83,9 @@ def import_and_try(path: Path) -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         written = Path(folder) / "run.yaml"
         run(["import", str(path), "--output", str(written)])
-        backend = NEEDS_FP8 if "fp8: true" in written.read_text() else ()
-        run(["train", str(written), "--dry-run", "--no-model", *backend])
+        text = written.read_text()
+        named = [("--backend", backend) for field, backend in NEEDS.items() if field in text]
+        run(["train", str(written), "--dry-run", "--no-model", *(named[0] if named else ())])
 
 
 def main(folder: Path) -> None:

@@ -56,25 +56,28 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def run_file_fields() -> str:
     """A heading and a table (field, type, default, meaning) for each section of a run file."""
     from anygauge.config.describe import meaning, sections
-    from anygauge.config.strategies import StrategySection, strategy_of
+    from anygauge.config.plugin_sections import PluginSection
     from anygauge.interface.plugins import PROJECT
     from anygauge.registry import installed_plugins
 
-    others = {p.spec.name for p in installed_plugins().strategies if p.distribution != PROJECT}
+    plugins = installed_plugins()
+    provided = [*plugins.strategies, *plugins.optimizers]
+    ours = {(p.kind, p.spec.name) for p in provided if p.distribution == PROJECT}
     places: dict[Any, list[str]] = {}
-    spread: dict[str, Any] = {}
+    named: dict[Any, dict[str, Any]] = {}
     for path, section in sections():
-        if not issubclass(section, StrategySection):
+        if not issubclass(section, PluginSection):
             places.setdefault(section, []).append(".".join(path))
-        elif (name := strategy_of(section)) not in others:
-            places.setdefault(StrategySection, [])
-            spread[name] = section
+        elif (section.plugin_kind, section.plugin_name) in ours:
+            base = section.__bases__[-1]
+            places.setdefault(base, []).append(".".join(path))
+            named.setdefault(base, {})[section.plugin_name] = section
     told = {meaning(field) for section in places for field in section.model_fields.values()}
     parts = []
     for section, paths in places.items():
         title = " and ".join(f"`{path}`" for path in paths if path) or "Top level"
-        if section is StrategySection:
-            parts.append(strategies(spread))
+        if section in named:
+            parts.append(of_plugins(section, paths[0], named[section]))
         else:
             # The table above has this sentence already, of the field that holds the section.
             more = "" if about(section) in told else f"{about(section)}\n\n"
@@ -82,17 +85,18 @@ def run_file_fields() -> str:
     return "\n".join(parts)
 
 
-def strategies(found: Mapping[str, Any]) -> str:
-    """The fields of all strategies in one table: those that several have are the same there."""
+def of_plugins(base: Any, path: str, found: Mapping[str, Any]) -> str:
+    """The fields of all plugins of a kind in one table: those that several have are one row."""
     names = [[f"`{name}`", escaped(about(section))] for name, section in found.items()]
     of: dict[tuple[str, ...], list[str]] = {}
     for name, section in found.items():
         for row in field_rows(section):
             if row[0] != "`name`":
                 of.setdefault(tuple(row), []).append(f"`{name}`")
-    rows = [[field, ", ".join(of[field, *rest]), *rest] for field, *rest in of]
+    names_of = {row: "all" if len(of[row]) == len(found) else ", ".join(of[row]) for row in of}
+    rows = [[row[0], names_of[row], *row[1:]] for row in of]
     return (
-        "### `strategy`\n\nHow the model is spread over ranks. `name` decides the other fields.\n\n"
+        f"### `{path}`\n\n{about(base)} `name` decides the other fields.\n\n"
         f"{table(['`name`', 'what it is'], names)}\n"
         + table(["field", "of", "type", "default", "meaning"], rows)
     )

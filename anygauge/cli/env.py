@@ -14,7 +14,7 @@ import typer
 
 from anygauge.cli.shared_options import BackendOption, DevicesOption, NodesOption, SetOption
 from anygauge.config.load import load_run_file
-from anygauge.config.strategies import DEFAULT
+from anygauge.config.strategies import StrategySection
 from anygauge.interface import Job, LaunchSettings, Setting, UsageError, choose_fabric
 from anygauge.launch.foreign import without_launcher
 from anygauge.launch.rank_environment import inspect_node
@@ -116,7 +116,7 @@ def _make_job(
     else:
         launch = LaunchSettings(nodes=nodes or 1, devices=devices or 1)
         fields = {"name": "env", "run_directory": str(Path.cwd()), "launch": launch}
-        fields["strategy"] = DEFAULT
+        fields["strategy"] = StrategySection.default_plugin
     chosen = select_backend(registry, backend or AUTO, need_device=False).spec.name
     return Job(run_file=str(run_file or ""), backend=chosen, rendezvous="file:///none", **fields)
 

@@ -78,7 +78,7 @@ def _run_of(
     """
     from anygauge.config import schema, sections
     from anygauge.config.paths import complaint_about, locate
-    from anygauge.config.strategies import section_of
+    from anygauge.config.strategies import StrategySection
     from anygauge.registry import installed_plugins
 
     place = ("data", "train", "path")
@@ -102,7 +102,7 @@ def _run_of(
     strategy = trained.strategy
     alone = installed_plugins().find_strategy(strategy.name).spec.single_process
     if devices == 1 or alone or strategy.name == "auto":
-        strategy = section_of("single" if devices == 1 else "ddp").model_validate({})
+        strategy = StrategySection.of_plugin("single" if devices == 1 else "ddp").model_validate({})
     names = ("backend", "backend_options", "kernels", "environment")
     own = {name: getattr(trained, name) for name in names if backend in (None, trained.backend)}
     return schema.RunFile(

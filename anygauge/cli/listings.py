@@ -191,13 +191,13 @@ def describe_launcher(spec: LauncherSpec) -> dict[str, Any]:
 
 def strategies(backend: BackendOption = None, json_: JsonOption = False) -> None:
     """List the strategies: what each needs, and whether a backend can run it."""
-    from anygauge.config.strategies import all_sections
+    from anygauge.config.strategies import StrategySection
 
     registry, selection, chosen = choose_backend(backend, need_device=False)
     provided = {each.spec.name: each for each in registry.strategies}
     found = [
         _describe_strategy(provided[name], section.model_fields, chosen)
-        for name, section in all_sections().items()
+        for name, section in StrategySection.of_plugins().items()
     ]
     if json_:
         typer.echo(json.dumps({"backend": chosen.name, "strategies": found}, indent=2))
@@ -221,7 +221,7 @@ def _describe_strategy(
     provided: Provided[StrategySpec], fields: Iterable[str], backend: Backend
 ) -> dict[str, Any]:
     """A strategy in plain values; ``refused`` is why the backend cannot run it, empty if it can."""
-    from anygauge.config.strategies import DEFAULT
+    from anygauge.config.strategies import StrategySection
     from anygauge.training.build_strategy import check_backend
 
     spec, refused = provided.spec, ""
@@ -231,7 +231,7 @@ def _describe_strategy(
         refused = str(error)
     return {
         "name": spec.name,
-        "default": spec.name == DEFAULT,
+        "default": spec.name == StrategySection.default_plugin,
         "summary": spec.summary,
         "distribution": provided.distribution,
         "ranks": "1" if spec.single_process else "any number",

@@ -248,8 +248,9 @@ def trial_lines(trial: Trial) -> Iterator[str]:
         yield f"Does not fit: {has}; missing: {', '.join(missing)}" if missing else fits
     total, trained = found.numbers
     yield (
-        f"{total:,} parameters, {trained:,} trained; {found.precision.param_dtype}; "
-        f"{found.strategy}; {trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
+        f"{total:,} parameters, {trained:,} trained by {trial.run.train.optimizer.name}; "
+        f"{found.precision.param_dtype}; {found.strategy}; "
+        f"{trial.ranks} rank{'s' if trial.ranks > 1 else ''}"
     )
     yield f"Kernels assumed: {', '.join(map(' '.join, found.kernels.items()))}"
     yield f"Activations: {found.per_layer / 2**20:,.1f} MiB of each layer for a micro-batch"

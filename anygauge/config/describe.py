@@ -14,8 +14,10 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from pydantic import Field, JsonValue, create_model
 from pydantic.fields import FieldInfo
 
+from anygauge.config.plugin_sections import PluginSection
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import StrategySection, all_sections, section_of, strategy_of
+from anygauge.config.sections import OptimizerSection, TrainSection
+from anygauge.config.strategies import StrategySection
 from anygauge.config.tree import YamlNode
 from anygauge.interface import PluginError
 from anygauge.registry import installed_plugins
@@ -156,18 +158,28 @@ class Kind:
 
 
 def kind_of_run(root: YamlNode) -> Kind:
-    """A run file's type: `RunFile` with the section of the strategy which the tree names."""
-    node = root.get("strategy", "name")
-    try:
-        return _kind_with(section_of(None if node is None else node.value))
-    except (PluginError, TypeError):
-        return Kind(RunFile)  # which says what is wrong with the name
+    """A run file's type: `RunFile` with the sections of the plugins which the tree names."""
+    named: list[Any] = []
+    for base, path in (
+        (StrategySection, ("strategy",)),
+        (OptimizerSection, ("train", "optimizer")),
+    ):
+        node = root.get(*path, "name")
+        try:
+            named.append(base.of_plugin(None if node is None else node.value))
+        except (PluginError, TypeError):
+            named.append(base)  # which says what is wrong with the name
+    return _kind_with(*named)
 
 
 @cache
-def _kind_with(section: type[StrategySection]) -> Kind:
-    fields: dict[str, Any] = {"strategy": (section, Field(default_factory=section))}
-    return Kind(create_model(RunFile.__name__, __base__=RunFile, **fields))
+def _kind_with(strategy: Any, optimizer: Any) -> Kind:
+    def field(section: Any) -> Any:
+        return section, Field(default_factory=section)
+
+    train = create_model("TrainSection", __base__=TrainSection, optimizer=field(optimizer))
+    fields: Any = {"strategy": field(strategy), "train": field(train)}
+    return Kind(create_model("RunFile", __base__=RunFile, **fields))
 
 
 def field_kind(field: FieldInfo) -> Kind:
@@ -242,8 +254,8 @@ def all_places() -> tuple[list[SectionPlace], list[str]]:
     places, unread = [], []
     for path, section in sections():
         owner = ""
-        if issubclass(section, StrategySection):
-            owner = f"strategy {strategy_of(section)}"
+        if issubclass(section, PluginSection):
+            owner = f"{section.plugin_kind} {section.plugin_name}"
         places.append(SectionPlace(path, section, owner))
     for kind, at in OPTIONS_AT.items():
         for provided in getattr(installed_plugins(), f"{kind}s"):
@@ -264,10 +276,11 @@ def sections(
 ) -> Iterator[tuple[tuple[str, ...], type[Section]]]:
     """Every section with its path, outer ones first; the run file itself has the path ().
 
-    The items of a list share the list's path, and all strategies that of theirs.
+    The items of a list share the list's path, and all plugins of a kind that of theirs.
     """
     yield path, section
     for name, field in section.model_fields.items():
         for kind in field_kind(field).sections:
-            for inner in all_sections().values() if kind is StrategySection else (kind,):
+            of_plugins = kind.of_plugins().values() if issubclass(kind, PluginSection) else ()
+            for inner in of_plugins or (kind,):
                 yield from sections((*path, name), inner)

@@ -14,8 +14,10 @@ from pydantic.json_schema import models_json_schema
 from pydantic_core import to_jsonable_python
 
 from anygauge.config.describe import SectionPlace, all_places, meaning_in, section_summary
+from anygauge.config.plugin_sections import PluginSection
 from anygauge.config.schema import RunFile
-from anygauge.config.strategies import DEFAULT, StrategySection, strategy_of
+from anygauge.config.sections import OptimizerSection, TrainSection
+from anygauge.config.strategies import StrategySection
 from anygauge.interface import LaunchSettings
 from anygauge.registry import AUTO, installed_plugins
 from anygauge.registry.specs import OPTIONS_AT
@@ -50,12 +52,12 @@ def run_file_schema() -> tuple[Schema, list[str]]:
         kind, _, name = place.owner.partition(" ")
         if kind in options and place.whole:
             options[kind][name] = refs[place.section]
-    strategies: dict[str, Schema] = {}
-    shorthands = {one.spec.name: one.spec.shorthands for one in plugins.strategies}
-    for section in sections:
-        if issubclass(section, StrategySection):
-            words = [strategy_of(section), *shorthands[strategy_of(section)]]
-            strategies |= dict.fromkeys(words, refs[section])
+    named: dict[str, dict[str, Schema]] = {"strategy": {}, "optimizer": {}}
+    shorthands = {f"strategy {one.spec.name}": one.spec.shorthands for one in plugins.strategies}
+    for section, place in sections.items():
+        if issubclass(section, PluginSection):
+            words = [section.plugin_name, *shorthands.get(place.owner, ())]
+            named[section.plugin_kind] |= dict.fromkeys(words, refs[section])
             shown = defs[names[section]]["properties"]["name"]
             shown["anyOf"] = [{"enum": words}, _NULL]
 
@@ -64,10 +66,9 @@ def run_file_schema() -> tuple[Schema, list[str]]:
     _add_plugin_rules(root, "backend", "backend_options", options["backend"], [AUTO])
     fields = root["properties"]
     fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
-    named, rules = {"enum": [*strategies, None]}, _name_rules("name", strategies)
-    section_of_one = {"type": "object", "properties": {"name": named}, "allOf": rules}
-    meaning = {"description": fields["strategy"]["description"]}
-    fields["strategy"] = {**meaning, "anyOf": [{"enum": [*strategies]}, section_of_one, _NULL]}
+    _set_named(fields, "strategy", named["strategy"])
+    fields["strategy"]["anyOf"].insert(0, {"enum": [*named["strategy"]]})
+    _set_named(defs[names[TrainSection]]["properties"], "optimizer", named["optimizer"])
     fields["trackers"]["anyOf"][0] |= {
         "items": {"enum": [*options["tracker"]]},
         "uniqueItems": True,
@@ -82,7 +83,7 @@ def run_file_schema() -> tuple[Schema, list[str]]:
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **root,
         "if": {"required": ["extends"], "properties": {"extends": is_extended}},
-        "else": _complete_file_rules(refs[RunFile], whole, options, strategies[DEFAULT]),
+        "else": _complete_file_rules(refs[RunFile], whole, options, named),
         "$defs": defs,
     }, unread
 
@@ -90,7 +91,7 @@ def run_file_schema() -> tuple[Schema, list[str]]:
 def _add_meanings(definition: Schema, place: SectionPlace) -> None:
     """Add what pydantic does not write: meanings, defaults that a function makes, and nulls."""
     kind, section = place.owner.partition(" ")[0], place.section
-    nulls = kind in ("", "strategy") or (kind != "tracker" and place.whole)
+    nulls = kind in ("", "strategy", "optimizer") or (kind != "tracker" and place.whole)
     # Editors show titles above meanings.
     definition.pop("title", None)
     definition["description"] = section_summary(section)
@@ -125,6 +126,13 @@ def _add_plugin_rules(
     section["properties"][field]["anyOf"][0]["enum"] = [*free, *cases]
     thens = {name: {"properties": {options: _allow_null(case)}} for name, case in cases.items()}
     section["allOf"] = _name_rules(field, thens, free)
+
+
+def _set_named(fields: Schema, field: str, cases: Mapping[str, Schema]) -> None:
+    """Have a section's name decide what its other fields are."""
+    named, rules = {"enum": [*cases, None]}, _name_rules("name", cases)
+    section = {"type": "object", "properties": {"name": named}, "allOf": rules}
+    fields[field] = {"description": fields[field]["description"], "anyOf": [section, _NULL]}
 
 
 def _name_rules(field: str, cases: Mapping[str, Schema], free: Sequence[str] = ()) -> list[Schema]:
@@ -176,11 +184,16 @@ def _complete_file_rules(
     run: Schema,
     whole: Mapping[str, Schema],
     options: Mapping[str, Mapping[str, Schema]],
-    strategy: Schema,
+    named: Mapping[str, Mapping[str, Schema]],
 ) -> Schema:
     """Return what files without `extends` must have, and what a name that they lack stands for."""
     found = _find_required(run, whole)
     launcher = options["launcher"][LaunchSettings.model_fields["launcher"].default]
+    strategy = named["strategy"][StrategySection.default_plugin]
+    optimizer = named["optimizer"][OptimizerSection.default_plugin]
+    unnamed: Schema = {"type": "object", "properties": {"name": _NULL}}
+    train = found["properties"].setdefault("train", {}).setdefault("properties", {})
+    train["optimizer"] = {"if": unnamed, "then": optimizer}
     for section, name, then in (
         ("strategy", "name", strategy),
         ("launch", "launcher", {"properties": {"options": _allow_null(launcher)}}),

@@ -77,7 +77,7 @@ def load_run_file(
     # Whatever could not be read was complained about already, and stands as null in the tree.
     read = {problem.path for problem in problems}
     try:
-        found = kind.annotation.model_validate(kind.values(root), strict=True)
+        found = RunFile.model_validate(kind.values(root), strict=True)
     except ValidationError as error:
         problems += [each for each in explain_errors(error, root, kind) if each.path not in read]
     if problems:

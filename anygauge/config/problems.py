@@ -10,9 +10,10 @@ from typing import Any
 from pydantic import ValidationError
 
 from anygauge.config.describe import LARGEST_SHOWN, Kind, meaning, sections
-from anygauge.config.strategies import StrategySection, all_sections, strategy_of
+from anygauge.config.plugin_sections import PluginSection
 from anygauge.config.tree import Problem, YamlNode, describe_value, dotted_path, is_private
 from anygauge.util.section import Section
+from anygauge.util.text import join_names
 
 _YAML_BOOLEANS = ("yes", "no", "on", "off", "true", "false")
 
@@ -117,7 +118,7 @@ def explain_errors(error: ValidationError, root: YamlNode, run: Kind) -> Iterato
         if item["type"] == "missing" and section is not None and path[-1] == item["loc"][-1]:
             text = f"missing: {meaning(section.model_fields[str(path[-1])])}"
         elif item["type"] == "extra_forbidden" and section is not None:
-            text = _unknown_field(path, section, chosen=root.get("strategy", "name") is not None)
+            text = _unknown_field(path, section, chosen=root.get(*path[:-1], "name") is not None)
         elif item["type"] == "value_error":
             text = _refusal(path, str(item["ctx"]["error"]), root)
         elif path not in outer:
@@ -146,7 +147,7 @@ def _unknown_field(path: _Path, section: type[Section], *, chosen: bool) -> str:
     """A field that a section does not have, with where the user may have wanted to go.
 
     Args:
-        chosen: whether the run names its strategy.
+        chosen: whether a plugin whose section it is was named.
     """
     name, here = str(path[-1]), dotted_path(path[:-1])
     valid = [*section.model_fields, *([] if here else ["extends"])]
@@ -159,13 +160,13 @@ def _unknown_field(path: _Path, section: type[Section], *, chosen: bool) -> str:
     homes = _other_homes(name, path[:-1])
     others: list[str] = []
     hints = ["no such field"]
-    if issubclass(section, StrategySection):
-        others = [n for n, other in all_sections().items() if name in other.model_fields]
-        hints = [f"strategy {strategy_of(section)!r} has no such field"]
+    if issubclass(section, PluginSection):
+        others = [n for n, other in section.of_plugins().items() if name in other.model_fields]
+        hints = [f"{name!r} is not a setting of {section.plugin_name}"]
     if others:
-        hints.append(f"it is a field of {' and '.join(f'strategy {each!r}' for each in others)}")
+        hints.append(f"it is one of {join_names(others)}")
         if not chosen:
-            hints.append(f"add strategy.name: {' or '.join(others)}")
+            hints.append(f"add {here}.name: {' or '.join(others)}")
     elif homes:
         hints.append(f"'{name}' belongs under {' or '.join(homes)}")
     elif name in PEER_ALIASES:
@@ -250,6 +251,9 @@ def _first(path: _Path, node: YamlNode, expected: Kind) -> Iterator[str]:
         return
     for name in ("name", "type", "path", "param_dtype"):
         value, field = _value_here(node.value), expected.child(name)
-        if field is not None and (value in field.choices or "text" in str(field)):
+        section, choices = expected.section, () if field is None else field.choices
+        if issubclass(section, PluginSection):
+            choices = tuple(section.of_plugins())
+        if field is not None and (value in choices or "text" in str(field)):
             yield f"write '{dotted_path((*path, name))}: {value}'"
             return

@@ -21,7 +21,7 @@ from pydantic import AfterValidator, Field, PrivateAttr, field_validator, model_
 
 from anygauge.config.paths import is_remote
 from anygauge.config.sections import AdapterSection, CheckpointSection, ModelSection, TrainSection
-from anygauge.config.strategies import AnyStrategySection, default_section
+from anygauge.config.strategies import AnyStrategySection, StrategySection
 from anygauge.config.tree import Origin, Problem, run_file_error
 from anygauge.interface import (
     LaunchSettings,
@@ -319,10 +319,10 @@ class RunFile(Section):
     model: ModelSection
     adapter: AdapterSection | None = None
     data: DataSection
-    train: TrainSection = TrainSection()
+    train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointSection = CheckpointSection()
     precision: PrecisionSection = PrecisionSection()
-    strategy: AnyStrategySection = Field(default_factory=default_section)
+    strategy: AnyStrategySection = Field(default_factory=StrategySection.of_default)
     launch: LaunchSettings = LaunchSettings()
     kernels: Annotated[dict[str, str], NULLS_REMOVED] = Field(
         default_factory=dict,
@@ -411,9 +411,17 @@ class RunFile(Section):
             raise self.errors((each["path"], each["text"]) for each in said if each) from None
 
     @property
-    def has_few_bits(self) -> bool:
-        """Whether weights or the optimizer's state are quantized."""
-        return self.model.quantize is not None or self.train.optimizer.name.endswith("8bit")
+    def may_use_bitsandbytes(self) -> bool:
+        """Whether weights are quantized, or an optimizer is not torch's own AdamW."""
+        return self.model.quantize is not None or bool(self.why_no_adamw_kernel)
+
+    @property
+    def why_no_adamw_kernel(self) -> str:
+        """Why a device's own AdamW cannot update this run's weights; empty if it can."""
+        optimizer = self.train.optimizer
+        if optimizer.name != "adamw":
+            return f"train.optimizer.name is {optimizer.name}"
+        return "train.optimizer.paged is set" if getattr(optimizer, "paged", False) else ""
 
 
 AUTO_ORDER = ("bfloat16", "float16", "float32")

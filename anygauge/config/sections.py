@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SerializeAsAny, model_validator
 
+from anygauge.config.plugin_sections import PluginSection
 from anygauge.interface import Activations
 from anygauge.util.section import (
     LARGEST_NUMBER,
@@ -195,45 +196,21 @@ _Ratio = Annotated[float, Field(ge=1, le=LARGEST_NUMBER, allow_inf_nan=False)]
 _SEEDS = 2**63 - 1
 
 
-class OptimizerSection(Section):
+class OptimizerSection(PluginSection):
     """What turns gradients into updates. Norms and biases are never decayed."""
 
-    name: Literal["adamw", "adamw_8bit", "adafactor", "lion", "sgd"] = Field(
-        "adamw", description="Optimizer."
-    )
+    plugin_kind: ClassVar = "optimizer"
+    plugin_kinds: ClassVar = "optimizers"
+    default_plugin: ClassVar = "adamw"
+
+    name: str = Field(description="Optimizer.")
     lr: PositiveNumber = Field(2e-4, description="Peak learning rate.")
-    betas: tuple[Fraction, Fraction] | None = Field(
-        None,
-        description="Decay of the moments; null: 0.9, 0.999 (adamw, adamw_8bit), 0.9, 0.99 (lion).",
-    )
-    momentum: Annotated[float, Field(ge=0, lt=1)] | None = Field(
-        None, description="sgd; null: 0.9."
-    )
-    eps: PositiveNumber | None = Field(
-        None, description="Added to the denominator; null: 1e-8 (adamw, adamw_8bit)."
-    )
     weight_decay: NonNegativeNumber = Field(
         0.0, description="Decoupled decay of matrices, embeddings too."
     )
     loraplus_lr_ratio: _Ratio | None = Field(
         None, description="Rate of the adapter's B factors as a multiple of lr (LoRA+); null: 1."
     )
-    paged: bool = Field(
-        False,
-        description="adamw_8bit only: keep the moments in memory that the driver moves to the host "
-        "while the device has no room.",
-    )
-
-    @model_validator(mode="after")
-    def _of_this_optimizer(self) -> OptimizerSection:
-        takes = {"betas": ("adamw", "adamw_8bit", "lion"), "eps": ("adamw", "adamw_8bit")}
-        takes["momentum"] = ("sgd",)
-        for field, names in takes.items():
-            if getattr(self, field) is not None and self.name not in names:
-                raise ValueError(f"{field!r} is not a setting of {self.name}; remove it")
-        if self.paged and self.name != "adamw_8bit":
-            raise ValueError(f"'paged' is a setting of adamw_8bit alone, not of {self.name}")
-        return self
 
 
 class ScheduleSection(Section):
@@ -312,7 +289,7 @@ class TrainSection(Section):
         description="Largest number of sequences per forward on one rank; determines memory. "
         "Gradients accumulate over the forwards of a step.",
     )
-    optimizer: OptimizerSection = OptimizerSection()
+    optimizer: SerializeAsAny[OptimizerSection] = Field(default_factory=OptimizerSection.of_default)
     schedule: ScheduleSection = ScheduleSection()
     max_grad_norm: NonNegativeNumber = Field(
         1.0, description="Largest gradient norm; 0 for no clipping."

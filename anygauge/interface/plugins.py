@@ -1,4 +1,4 @@
-"""Hooks, and the specs that kernels and trackers announce themselves with.
+"""Hooks, and the specs that kernels, optimizers and trackers announce themselves with.
 
 A plugin implements some of the hooks with `hookimpl` in a module named by an entry point. In
 ``pyproject.toml``::
@@ -24,12 +24,24 @@ from anygauge.interface.job import Job
 from anygauge.interface.node import Node
 
 if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
     from anygauge.interface.backend import Backend
     from anygauge.interface.launch import LauncherSpec
     from anygauge.interface.probe import BackendSpec
     from anygauge.interface.strategy import StrategySpec
 
-__all__ = ["KernelSpec", "RunStatus", "Tracker", "TrackerContext", "TrackerSpec", "hookimpl"]
+__all__ = [
+    "KernelSpec",
+    "OptimizerContext",
+    "OptimizerSpec",
+    "RunStatus",
+    "Tracker",
+    "TrackerContext",
+    "TrackerSpec",
+    "hookimpl",
+]
 
 PROJECT = "anygauge"
 ENTRY_POINT_GROUP = "anygauge"
@@ -51,6 +63,11 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-bo
 @hookspec
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
     """Announce ways to start a job on one or many machines."""
+
+
+@hookspec
+def anygauge_provide_optimizers() -> Iterable[OptimizerSpec]:  # type: ignore[empty-body]
+    """Announce what turns gradients into updates. Imports no torch."""
 
 
 @hookspec
@@ -118,6 +135,58 @@ class KernelSpec:
     uses: tuple[str, ...] = ()
     plain: str = ""
     counterpart: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerContext:
+    """What an optimizer is made from.
+
+    Attributes:
+        groups: of float32 parameters, as torch takes them: ``params``, ``lr`` and ``weight_decay``.
+        names: of all parameters.
+        options: of the class that `OptimizerSpec.options` names, with ``lr``, too.
+        adamw: (groups, lr, betas, eps) -> AdamW in the form that is fastest on the device.
+    """
+
+    groups: list[dict[str, Any]]
+    names: Mapping[nn.Parameter, str]
+    options: Any
+    adamw: Callable[..., Optimizer]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSpec:
+    """How an optimizer announces itself.
+
+    What it makes is a `torch.optim.Optimizer`, which at an ``lr`` of 0 moves nothing. All that it
+    keeps is ``step`` and tensors of a parameter's shape, in its ``state`` of that parameter, so
+    that checkpoints have it, and some parameters can be stepped after others.
+
+    Attributes:
+        factory: ``"package.module:function"``; called with an `OptimizerContext`.
+        summary: a line for the list of optimizers.
+        options: as `BackendSpec.options`: the section's fields that not all optimizers have.
+        sees_full_parameters: its update of a number depends on the rest of the matrix: refused
+            where ranks have parts of matrices.
+        changes_weights: it has methods ``train`` and ``eval``, as schedule-free ones do: engines
+            call them before they train weights, and before they evaluate or save them. A second
+            call changes nothing. Refused where an engine does not.
+        state_bytes: what it keeps for each trained number; or (options, a parameter's name, its
+            shape) -> that of the parameter.
+        needs: options -> capability that it needs of a device -> (field, what to do instead).
+        missing: options -> why it cannot run here and what to install, or None; cheap and pure.
+    """
+
+    name: str
+    factory: str
+    api_version: int
+    summary: str = ""
+    options: str = ""
+    sees_full_parameters: bool = False
+    changes_weights: bool = False
+    state_bytes: float | Callable[[Any, str, Sequence[int]], float] = 8.0
+    needs: Callable[[Any], Mapping[str, tuple[str, str]]] = lambda options: {}
+    missing: Callable[[Any], str | None] = lambda options: None
 
 
 RunStatus = Literal["finished", "failed", "stopped"]

@@ -186,6 +186,7 @@ class StrategyRun:
         quantized: frozen linear layers hold codes, which cannot be cut like weights.
         paged: the optimizer's state is in memory that moves to the host by itself, which torch
             takes for the host's.
+        optimizer_sees_full_parameters, optimizer_changes_weights: see `OptimizerSpec`.
         reentrant_only: see `Graph.reentrant_only`.
     """
 
@@ -200,6 +201,8 @@ class StrategyRun:
     ranks_run_here: bool = True
     quantized: bool = False
     paged: bool = False
+    optimizer_sees_full_parameters: bool = False
+    optimizer_changes_weights: bool = False
     reentrant_only: str = ""
 
 

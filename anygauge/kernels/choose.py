@@ -220,8 +220,7 @@ def _why_unused(run: RunFile, strategy: StrategySpec, operation: str) -> str:
     if why := strategy.unused_kernels(run.strategy).get(operation):
         return why
     if operation == ADAMW:
-        name = run.train.optimizer.name
-        return "" if name == "adamw" else f"train.optimizer.name is {name}"
+        return run.why_no_adamw_kernel
     return "" if run.train.max_grad_norm else "train.max_grad_norm is 0"
 
 

@@ -45,12 +45,12 @@ class RunRequest:
 
     def with_decision(self, found: Decision) -> RunRequest:
         """Return the request with the strategy that `auto` became, and the plan's results."""
-        from anygauge.config.strategies import default_section
+        from anygauge.config.strategies import StrategySection
         from anygauge.training.auto import decided_before
 
         if not self.forms:
             return replace(self, job=found.applied_to(self.job))
-        run = self.run.model_copy(update={"strategy": default_section()})
+        run = self.run.model_copy(update={"strategy": StrategySection.of_default()})
         job = replace(self.job, strategy=run.strategy.name, strategy_why=UNDECIDED)
         job = found.applied_to(job)
         return replace(self, job=job, run=decided_before(run, job, self.registry))
@@ -137,7 +137,7 @@ def _check_without_backend(
             f"auto looks at this machine, but the {run.launch.launcher} launcher starts ranks on "
             "other machines. Name the backend (--backend)",
         )
-    check_optimizer(run, need_software=need_device)
+    check_optimizer(run, registry, need_software=need_device)
     with run.locate_errors():
         check_trackers(registry, run, {**os.environ, **run.environment} if need_device else None)
 

@@ -18,7 +18,8 @@ from anygauge.interface.estimate import SAVED
 from anygauge.models.hub import CONFIG, copy_of
 from anygauge.planning.forecast import Peak, RunMemory
 from anygauge.planning.machines import Machine
-from anygauge.training.build_strategy import STATE_BYTES
+from anygauge.registry import installed_plugins
+from anygauge.training.build_strategy import state_bytes
 from anygauge.util.files import read_json
 
 GIB = 2**30
@@ -133,7 +134,7 @@ def on_disk(run: RunFile, found: RunMemory, ranks: int) -> int:
     """Bytes that each rank keeps on a disk: masters, gradients and optimizer state of its part."""
     if getattr(run.strategy, "nvme", None) is None:
         return 0
-    each = 4 + 4 + STATE_BYTES[run.train.optimizer.name]
+    each = 4 + 4 + state_bytes(run, installed_plugins())
     return round(found.numbers[1] * each / ranks)
 
 

@@ -135,17 +135,17 @@ def _problem(model: type[Options], place: str, owner: str, error: ErrorDetails) 
     return f"{place}: {given!r}: {message[:1].lower()}{message[1:]}"
 
 
-def why_missing(missing: Callable[[], str | None]) -> str | None:
+def why_missing(missing: Callable[..., str | None], *options: Any) -> str | None:
     """Return a spec's ``missing``, where a check that raises counts as missing."""
     try:
-        return missing()
+        return missing(*options)
     except Exception as error:
         return f"its check raised {describe(error)}"
 
 
-def refuse_if_missing(provided: Provided[Any]) -> None:
+def refuse_if_missing(provided: Provided[Any], *options: Any) -> None:
     """Raises: NotAvailableError: the spec says that something is missing on this machine."""
-    reason = why_missing(provided.spec.missing)
+    reason = why_missing(provided.spec.missing, *options)
     if reason is not None:
         raise NotAvailableError(f"{provided.title} cannot run here: {reason}")
 

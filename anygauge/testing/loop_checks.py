@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from anygauge.config.strategies import section_of
+from anygauge.config.strategies import StrategySection
 from anygauge.interface import HOST_DEVICE, StrategySpec
 from anygauge.kernels.choose import ADAMW, choose_kernels
 from anygauge.registry import Registry, missing_of
@@ -183,7 +183,8 @@ def train(
     _prepare(folder)
     backend, given = subject.create(), dict(changes or {})
     # Where a strategy can choose how layers recompute, as the device needs.
-    reentrant = backend.graph.reentrant_only and "reentrant" in section_of(strategy).model_fields
+    fields = StrategySection.of_plugin(strategy).model_fields
+    reentrant = backend.graph.reentrant_only and "reentrant" in fields
     run = {
         "name": name,
         "output": str(folder),

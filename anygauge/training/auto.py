@@ -7,7 +7,7 @@ ranks decide where nobody did. Imports no torch before a rank decides.
 from __future__ import annotations
 
 from anygauge.config.schema import RunFile, resolve_precision
-from anygauge.config.strategies import section_of
+from anygauge.config.strategies import StrategySection
 from anygauge.interface import AnygaugeError, Backend, Job
 from anygauge.registry import Registry
 from anygauge.training.build_strategy import (
@@ -33,7 +33,7 @@ def forms_of(run: RunFile, registry: Registry, ranks: int) -> list[RunFile]:
     ]
     found = []
     for form, name in sorted(forms, key=lambda one: (one[0].place, one[1])):
-        section = section_of(name).model_validate({**form.options, "name": name})
+        section = StrategySection.of_plugin(name).model_validate({**form.options, "name": name})
         found.append(run.model_copy(update={"strategy": section}))
     return found
 

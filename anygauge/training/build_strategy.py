@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 from typing import Any
 
 from anygauge.config.schema import AdapterSection, RunFile, resolve_precision
@@ -25,27 +26,13 @@ from anygauge.models.quantization import quantization
 from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
 from anygauge.registry.specs import load_factory
-
-PAGED_MEMORY = "paged_memory"
-"""The capability that ``train.optimizer.paged`` needs."""
-
-EIGHT_BIT = "adamw_8bit"
-"""The optimizer, and the capability that it needs."""
+from anygauge.training.optimizers import PAGED_MEMORY
 
 FP8 = "fp8_products"
 """The capability that ``precision.fp8`` needs."""
 
 QUANTIZED = {"nf4": "quantized_base", "int8": "quantized_base_int8"}
 """Type of a quantized base -> the capability that it needs."""
-
-STATE_BYTES = {
-    "adamw": 8.0,
-    "adamw_8bit": 2 + 2 * 4 / 256,  # two codes, and a scale for each block of 256
-    "adafactor": 0.0,  # a number for each row and column
-    "lion": 4.0,
-    "sgd": 4.0,
-}
-"""What an optimizer keeps for each trained number."""
 
 UPDATE_BYTES = 8.0
 """What an update makes for each trained number, for those that are updated at once, in float32:
@@ -117,6 +104,7 @@ def check_strategy(
     precision = None
     if run.precision.param_dtype != "auto":
         precision = resolve_precision(run.precision, backend.support)
+    optimizer = registry.find_optimizer(run.train.optimizer.name).spec
     micro_batches = 0
     with contextlib.suppress(RunFileError):  # `check_batch` tells it
         micro_batches = _micro_batches(run, registry, world_size)
@@ -132,14 +120,17 @@ def check_strategy(
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
             quantized=run.model.quantize is not None,
-            paged=run.train.optimizer.paged,
+            paged=PAGED_MEMORY in optimizer.needs(run.train.optimizer),
+            optimizer_sees_full_parameters=optimizer.sees_full_parameters,
+            optimizer_changes_weights=optimizer.changes_weights,
             reentrant_only=backend.graph.reentrant_only,
         )
     )
     check_divided(run)
     check_backend(spec, backend)
     check_offloading(run, backend)
-    check_optimizer_support(run, backend)
+    for capability, (field, instead) in optimizer.needs(run.train.optimizer).items():
+        _require(backend, capability, field, instead)
     check_quantized(run, backend, ranks_run_here=ranks_run_here)
 
 
@@ -190,15 +181,6 @@ def _require(backend: Backend, capability: str, field: str, instead: str) -> Non
         raise UnsupportedError(
             f"{field}: backend {backend.name!r} lacks {capability!r}: {support}. {instead}"
         )
-
-
-def check_optimizer_support(run: RunFile, backend: Backend) -> None:
-    """Raises: UnsupportedError: quotes the backend's reason for lacking what an optimizer needs."""
-    if run.train.optimizer.paged:
-        _require(backend, PAGED_MEMORY, "train.optimizer.paged", "Leave it out")
-    if run.train.optimizer.name == EIGHT_BIT:
-        instead = "Use adamw, which keeps four times as many bytes, or lion"
-        _require(backend, EIGHT_BIT, f"train.optimizer.name: {EIGHT_BIT}", instead)
 
 
 def check_fp8(run: RunFile, spec: StrategySpec, backend: Backend) -> None:
@@ -286,6 +268,19 @@ def _micro_batches(run: RunFile, registry: Registry, world_size: int) -> int:
     return accumulation(run.train.global_batch_size, run.train.sequences_at_once(parts), parts)
 
 
+def state_bytes(run: RunFile, registry: Registry, skeleton: Any = None) -> float:
+    """Mean bytes that the optimizer keeps for each trained number; without a model, a matrix's."""
+    section = run.train.optimizer
+    of = registry.find_optimizer(section.name).spec.state_bytes
+    if not callable(of):
+        return of
+    trained = [("weight", (1, 1))]
+    if skeleton is not None:
+        trained = [(n, p.shape) for n, p in skeleton.named_parameters() if p.requires_grad]
+    total = sum(math.prod(shape) * of(section, name, shape) for name, shape in trained)
+    return total / max(1, sum(math.prod(shape) for _, shape in trained))
+
+
 def workload_of(
     run: RunFile,
     registry: Registry,
@@ -302,8 +297,7 @@ def workload_of(
     """
     share = share_of(run, registry, rank, world_size)
     micro_batch = run.train.sequences_at_once(share.count)
-    name = run.train.optimizer.name
-    fused = name == "adamw" and bool(backend.support(FUSED_ADAMW))
+    fused = not run.why_no_adamw_kernel and bool(backend.support(FUSED_ADAMW))
     return Workload(
         backend=backend,
         precision=precision,
@@ -317,6 +311,6 @@ def workload_of(
         max_norm=run.train.max_grad_norm,
         activations=run.train.activations,
         adapter=adapter_kind(run.adapter),
-        state_bytes=STATE_BYTES[name],
+        state_bytes=state_bytes(run, registry, skeleton),
         update_bytes=0.0 if fused else UPDATE_BYTES,
     )

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass, field
 
 from anygauge.config.schema import RunFile
 from anygauge.interface import Backend, NotAvailableError, RunFileError, Setting
 from anygauge.kernels.choose import KernelChoice, kernels_of_run
 from anygauge.registry import Registry
-
-EIGHT_BIT_MISSING = (
-    "train.optimizer.name: adamw_8bit needs the package bitsandbytes, which is not installed; "
-    "pip install 'anygauge[8bit]', or use adamw"
-)
+from anygauge.registry.specs import refuse_if_missing
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,7 +52,7 @@ def check_settings(
         return {}
 
 
-def check_optimizer(run: RunFile, *, need_software: bool) -> None:
+def check_optimizer(run: RunFile, registry: Registry, *, need_software: bool) -> None:
     """Refuse an optimizer that is known not to work.
 
     Args:
@@ -65,6 +60,7 @@ def check_optimizer(run: RunFile, *, need_software: bool) -> None:
 
     Raises:
         RunFileError: says which field to change.
+        NotAvailableError: a package is missing.
     """
     section = run.train.optimizer
     if section.loraplus_lr_ratio is not None and run.adapter is None:
@@ -72,9 +68,11 @@ def check_optimizer(run: RunFile, *, need_software: bool) -> None:
             "train.optimizer.loraplus_lr_ratio: applies to the B factors of an adapter, but the "
             "run has no adapter section; remove it, or add one"
         )
-    if (
-        section.name == "adamw_8bit"
-        and need_software
-        and importlib.util.find_spec("bitsandbytes") is None
-    ):
-        raise RunFileError(EIGHT_BIT_MISSING)
+    provided = registry.find_optimizer(section.name)
+    if provided.spec.changes_weights and run.checkpoint.result == "best":
+        raise RunFileError(
+            f"checkpoint.result: best: checkpoints lack the weights that {section.name} has "
+            "evaluated. Leave it out, or use another train.optimizer.name"
+        )
+    if need_software:
+        refuse_if_missing(provided, section)

@@ -87,7 +87,7 @@ def run_rank(
         from anygauge.registry import installed_plugins
 
         run = read_run(job.resolved_run)
-        hiding = unused_hidden(few_bits=run.has_few_bits, trackers=run.trackers)
+        hiding = unused_hidden(few_bits=run.may_use_bitsandbytes, trackers=run.trackers)
         importing.enter_context(hiding)
         from anygauge.training.auto import decide_strategy, decided_before
         from anygauge.training.build_strategy import create_strategy
@@ -226,8 +226,8 @@ def unused_hidden(*, few_bits: bool, trackers: Collection[str]) -> Iterator[None
     """Within it, libraries do not find what a run does not use; afterwards all can be imported.
 
     Args:
-        few_bits: the run's weights or its optimizer's state are quantized. Otherwise bitsandbytes
-            is hidden, which PEFT imports, and with it torch's compiler.
+        few_bits: the run may use bitsandbytes. Otherwise that is hidden, which PEFT imports, and
+            with it torch's compiler.
         trackers: any of which may use mlflow. DeepSpeed's tuner does the same with that.
     """
     names = [n for n, used in (("bitsandbytes", few_bits), ("mlflow", trackers)) if not used]

@@ -43,7 +43,7 @@ def left_to_the_host(make):
 
 fused = bool(HpuBackend().support(FUSED_ADAMW))
 found["trial"], _ = left_to_the_host(lambda w: torch.optim.AdamW([w], lr=0.5, fused=True))
-section = OptimizerSection(lr=0.5)
+section = OptimizerSection.model_validate({"lr": 0.5})
 found["ours"], found["weight"] = left_to_the_host(
     lambda w: optimizer_factory(section, fused=fused)([("weight", w)])
 )

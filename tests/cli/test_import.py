@@ -202,6 +202,7 @@ def test_axolotl(tmp_path: Path) -> None:
         "train.epochs": 3,
         "train.global_batch_size": 8,
         "train.micro_batch_size": 2,
+        "train.optimizer.paged": True,
         "train.optimizer.name": "adamw",
         "train.optimizer.lr": 2e-4,
         "train.optimizer.weight_decay": 0.0,
@@ -225,7 +226,6 @@ def test_every_key_is_named_with_what_became_of_it(tmp_path: Path) -> None:
     for reason, key in (
         ("Speed", "liger_rope"),
         ("Speed", "LigerPlugin"),
-        ("Speed", "paged_adamw_32bit"),
         ("Logging", "evals_per_epoch"),
         ("Names", "strict"),
         ("Upload", "hub_model_id"),
@@ -318,6 +318,28 @@ def test_trainer_arguments_name_neither_model_nor_rows(tmp_path: Path) -> None:
     }
     assert expected.items() <= found.items()
     assert "train.steps" not in found
+
+
+@pytest.mark.parametrize(
+    ("name", "engine", "expected"),
+    [
+        ("muon", {}, {"train.optimizer.name": "muon"}),
+        ("paged_adamw", {}, {"train.optimizer.name": "adamw", "train.optimizer.paged": True}),
+        (
+            "paged_adamw_8bit",
+            {},
+            {"train.optimizer.name": "adamw_8bit", "train.optimizer.paged": True},
+        ),
+        ("paged_adamw_8bit", {"deepspeed": DEEPSPEED}, {"train.optimizer.name": "adamw_8bit"}),
+    ],
+)
+def test_optimizers(
+    name: str, engine: dict[str, Any], expected: dict[str, Any], tmp_path: Path
+) -> None:
+    file = write(tmp_path, "args.json", {"output_dir": "out", "optim": name, **engine})
+    found = imported(file, "--set", "model.name=m/n", "--set", "data.train.path=rows.jsonl")
+    fields = ("train.optimizer.name", "train.optimizer.paged")
+    assert {field: found[field] for field in fields if field in found} == expected
 
 
 def command(options: dict[str, Any]) -> str:
@@ -484,7 +506,7 @@ def test_when_a_run_ends_and_what_its_result_is(
     [
         ({"rl": "dpo"}, "rl: dpo: instead: TRL"),
         ({"qat": {"group_size": 32}}, "qat: {group_size: 32}: instead"),
-        ({"optimizer": "muon"}, "optimizer: muon: instead: train.optimizer.name: adamw"),
+        ({"optimizer": "came_pytorch"}, "came_pytorch: instead: train.optimizer.name: adamw"),
         ({"lr_scheduler": "rex"}, "train.schedule.name: constant, linear, cosine, warmup"),
         ({"sequence_lenn": 12}, "sequence_lenn: 12: instead: no key of Axolotl's that is known"),
         ({"base_model": "x/Llama-GPTQ"}, "the model that it was made from"),
@@ -587,7 +609,8 @@ def test_a_dry_run_without_the_model_looks_at_neither_model_nor_rows(tmp_path: P
     values = {**AXOLOTL, "base_model": "./no-such-model", "wandb_project": None}
     values["datasets"] = [{"path": "./no-such.jsonl", "type": "alpaca"}]
     called(["import", write(tmp_path, "a.yaml", values), "--output", target])
-    arguments = ["train", target, "--dry-run", "--backend", "cpu"]
+    unpaged = ["--set", "train.optimizer.paged=false"]  # which this backend cannot be
+    arguments = ["train", target, "--dry-run", "--backend", "cpu", *unpaged]
     done = called([*arguments, "--no-model"], prepare_with=None)
     assert done.returncode == 0, done.stderr
     assert "neither the model nor the rows were looked at" in done.stdout

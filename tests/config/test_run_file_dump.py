@@ -82,9 +82,7 @@ RUNS = st.builds(
     train=st.fixed_dictionaries(
         {
             "steps": st.none() | st.integers(1, 2**31 - 1),
-            "optimizer": st.fixed_dictionaries(
-                {"lr": NUMBERS, "betas": st.none() | st.tuples(SHARES, SHARES)}
-            ),
+            "optimizer": st.fixed_dictionaries({"lr": NUMBERS, "betas": st.tuples(SHARES, SHARES)}),
         }
     ),
     launch=st.fixed_dictionaries({"options": FREE}),
@@ -120,7 +118,7 @@ def test_a_dump_is_a_commented_file_with_every_field_and_absolute_paths(folder, 
     assert read["model"]["name"] == str(folder.path / "m")
     assert read["data"]["train"]["path"] == str(folder.path / "d/x.jsonl")
     assert read["output"] == str(folder.path / "runs")
-    assert read["train"]["optimizer"]["betas"] is None
+    assert read["train"]["optimizer"]["betas"] == [0.9, 0.999]
 
 
 def test_a_run_made_by_hand_is_dumped_relative_to_the_current_directory(folder):

@@ -59,6 +59,11 @@ def rank_of_world() -> tuple[int, int]:
     return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
 
+def optimizer_section(**fields: Any) -> OptimizerSection:
+    """The section ``train.optimizer`` of a run file."""
+    return OptimizerSection.model_validate(fields)
+
+
 def strategy_of(
     name: str, options: Mapping[str, Any], rank: int, world: int
 ) -> tuple[Strategy, Share]:
@@ -132,7 +137,7 @@ def build_context(
         rank, world_size = rank_of_world()
     return BuildContext(
         factory=factory,
-        optimizer=optimizer or optimizer_factory(OptimizerSection()),
+        optimizer=optimizer or optimizer_factory(optimizer_section()),
         workload=a_workload(
             backend,
             precision,

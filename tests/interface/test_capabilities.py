@@ -5,7 +5,8 @@ from __future__ import annotations
 from anygauge.config.schema import AUTO_ORDER
 from anygauge.interface import CAPABILITIES
 from anygauge.registry import Registry
-from anygauge.training.build_strategy import EIGHT_BIT, FP8, FUSED_ADAMW, PAGED_MEMORY, QUANTIZED
+from anygauge.training.build_strategy import FP8, FUSED_ADAMW, QUANTIZED
+from anygauge.training.optimizers import EIGHT_BIT, PAGED_MEMORY
 
 
 def test_each_is_asked_for_and_no_other() -> None:

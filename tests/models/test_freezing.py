@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from anygauge.cli import run as command
 from anygauge.config.load import load_run_file
-from anygauge.config.sections import OptimizerSection
 from anygauge.interface import AnygaugeError, ModelError, RunFileError
 from anygauge.training.optimizer import optimizer_factory
+from tests.helpers.build import optimizer_section
 from tests.helpers.runs import check_here, run_file, save_tiny, trained_here
 
 SECOND = r"model\.layers\.1\..*"
@@ -82,7 +82,7 @@ def test_expressions_that_choose_nothing_are_refused_before_ranks_start(
 
 
 def test_a_stage_without_trained_weights_has_an_optimizer() -> None:
-    optimizer = optimizer_factory(OptimizerSection())([], {})
+    optimizer = optimizer_factory(optimizer_section())([], {})
     optimizer.step()
     assert not optimizer.state
 

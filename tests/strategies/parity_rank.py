@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from anygauge.config.schema import AdapterSection, ModelSection
-from anygauge.config.sections import CheckpointingSection, OptimizerSection
+from anygauge.config.sections import CheckpointingSection
 from anygauge.interface import Backend, DeviceBatch, Engine, Precision, Share
 from anygauge.interface import estimate as at
 from anygauge.kernels.install_kernels import ModelKernels
@@ -34,6 +34,7 @@ from anygauge_kernels.lora import addmm
 from tests.helpers.build import (
     build_context,
     model_factory,
+    optimizer_section,
     rank_of_world,
     shift_labels,
     strategy_of,
@@ -226,7 +227,7 @@ def built(case: ParityCase, backend: Backend, rank: int, world: int) -> tuple[En
     context = build_context(
         factory=bare.with_kernels(case.attention, kernels),
         optimizer=optimizer_factory(
-            OptimizerSection(
+            optimizer_section(
                 name=case.optimizer,
                 lr=case.rate,
                 eps=1e-6 if case.optimizer == "adamw" else None,

@@ -101,9 +101,9 @@ PLAIN = {"name": "plain"}
     ("strategy", "override", "told"),
     [
         ({"name": "plian"}, "", "did you mean 'plain'"),
-        ({**PLAIN, "stage": 2}, "", "it is a field of strategy 'zero'; valid here: name, sums"),
+        ({**PLAIN, "stage": 2}, "", "it is one of zero; valid here: name, sums"),
         ({**PLAIN, "sums": "float16"}, "", "one of float32, float64"),
-        ({"name": "single", "sums": "float64"}, "", "it is a field of strategy 'plain'"),
+        ({"name": "single", "sums": "float64"}, "", "it is one of plain"),
         (PLAIN, "launch.devices=2", "in one process, but the run has 2 ranks"),
         (PLAIN, "precision.param_dtype=bfloat16", "plain computes in"),
     ],

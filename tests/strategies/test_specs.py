@@ -86,7 +86,7 @@ CASES: list[tuple[str, dict[str, Any], str | None]] = [
     ("fsdp", {"dp_shard": 0}, "1 x 0 is not 4"),
     ("fsdp", {"cp": 3}, "4 ranks .* are not a multiple of 3. Set strategy.cp to one of 1, 2, 4"),
     ("fsdp", {"cp": 2, "dp_shard": 4}, "1 x 4 is not 2, .* ranks .* divided by strategy.cp 2"),
-    ("fsdp", {"optimizer": "adafactor"}, "only a part of it.*adamw_8bit"),
+    ("fsdp", {"optimizer_sees_full_parameters": True}, "only parts of them.*adamw_8bit"),
     ("fsdp", {"adapter": "dora"}, "norms of whole weights.*zero, ddp or single"),
     *(("zero", {"options": options}, OF_ITS_OWN) for options in OFFLOADING),
     *(("zero", {"options": options}, None) for options in OTHER_OPTIONS),

@@ -19,12 +19,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from anygauge.config.schema import AdapterSection
-from anygauge.config.sections import OptimizerSection
 from anygauge.interface import Backend, Counters, Engine, Precision
 from anygauge.kernels.loss import model_loss
 from anygauge.strategies.shared.common import trained_parameters
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import batch_of, build_context, model_factory, rank_of_world, strategy_of
+from tests.helpers.build import (
+    batch_of,
+    build_context,
+    model_factory,
+    optimizer_section,
+    rank_of_world,
+    strategy_of,
+)
 from tests.helpers.gaudi import library_adamw
 from tests.helpers.run_ranks import on_ranks
 
@@ -128,7 +134,7 @@ def built(case: StateCase, backend: Backend) -> tuple[Engine, dict[str, tuple[in
         dtype=getattr(torch, case.param_dtype),
     )
     kernel = case.optimizer == KERNEL
-    section = OptimizerSection() if kernel else OptimizerSection(name=case.optimizer)
+    section = optimizer_section() if kernel else optimizer_section(name=case.optimizer)
     strategy, _ = strategy_of(case.strategy, case.options, rank, world)
     engine = strategy.build(
         build_context(

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from anygauge.config.schema import AdapterSection
-from anygauge.config.sections import OptimizerSection
 from anygauge.interface import (
     Activations,
     Backend,
@@ -35,7 +34,13 @@ from anygauge.strategies.zero.deepspeed_runtime import (
 from anygauge.strategies.zero.engine import Zero, on_the_host
 from anygauge.strategies.zero.spec import ZeroOptions
 from anygauge.training.optimizer import optimizer_factory
-from tests.helpers.build import a_workload, batch_of, build_context, model_factory
+from tests.helpers.build import (
+    a_workload,
+    batch_of,
+    build_context,
+    model_factory,
+    optimizer_section,
+)
 from tests.helpers.run_ranks import on_ranks
 from tests.helpers.runs import TINY
 
@@ -315,7 +320,7 @@ def test_an_offloaded_optimizer_is_the_hosts_fused_one() -> None:
     meta = [("a.weight", nn.Parameter(torch.empty(2, 3, device="meta")))]
     meta += [("b.bias", nn.Parameter(torch.empty(3, device="meta")))]
     shapes = {name: tuple(p.shape) for name, p in meta}
-    factory = optimizer_factory(OptimizerSection(weight_decay=0.1))
+    factory = optimizer_factory(optimizer_section(weight_decay=0.1))
     assert {group["fused"] for group in factory(meta, shapes).param_groups} == {None}
     groups = on_the_host(factory, meta, shapes).param_groups
     assert [group["fused"] for group in groups] == [True, True]

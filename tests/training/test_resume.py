@@ -204,6 +204,36 @@ def test_dropout_goes_on_where_it_was(tmp_path: Path) -> None:
     assert resumed.steps("loss") == reference.steps("loss")
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "layout", "adapter"),
+    [
+        # Where a vector's state is another than a matrix's.
+        ("muon", "single", None),
+        ("muon", "pp2", None),
+        ("muon", "ddp2", {"r": 4}),
+        ("adafactor", "single", None),
+    ],
+)
+def test_an_optimizer_resumes_to_the_last_digit(
+    optimizer: str, layout: str, adapter: dict[str, Any] | None, tmp_path: Path
+) -> None:
+    devices, strategy = LAYOUTS[layout]
+    shared = {"adapter": adapter, "strategy": strategy, "launch": {"devices": devices}}
+    train = {**lengths(2), "optimizer": {"name": optimizer, "lr": 1e-3}}
+    checkpoint = {"every": 2, "resume": "auto"}
+    whole = run_file(tmp_path, name="whole", train={**train, "steps": 4}, **shared)
+    file = run_file(tmp_path, train=train, checkpoint=checkpoint, **shared)
+    reference, _, resumed = finished(
+        [
+            RunPart(file=str(whole)),
+            RunPart(file=str(file)),
+            RunPart(file=str(file), overrides=("train.steps=4",)),
+        ]
+    )
+    assert resumed.steps("loss") == reference.steps("loss")
+    assert len(set(reference.steps("loss"))) == 4, "the weights did move"
+
+
 def test_sigterm_ends_the_step_writes_a_checkpoint_and_has_a_status_of_its_own(
     tmp_path: Path,
 ) -> None:

@@ -14,6 +14,7 @@ OPTIMIZERS = {
     "paged_adamw paged_adamw_32bit",
     "adamw_8bit": "adamw_bnb_8bit adamw_8bit paged_adamw_8bit adamw_torch_8bit adamw_torch_4bit",
     "lion": "lion lion_32bit",
+    "muon": "muon",
     "sgd": "sgd",
 }
 """Ours -> their names."""
@@ -118,15 +119,20 @@ def put_optimizer(draft: Draft, key: str, usual: str) -> None:
         return
     draft.put("train.optimizer.name", ours, f"{key}: {name}")
     if name.startswith("paged"):
-        paging = f"the paging of {name} (train.optimizer.paged)"
-        draft.meaningless.setdefault("speed", []).append(paging)
+        if draft.at("strategy.name") in ("fsdp", "zero"):
+            paging = f"the paging of {name}, which sharded state cannot have"
+            draft.meaningless.setdefault("speed", []).append(paging)
+        else:
+            draft.put("train.optimizer.paged", True, f"{key}: {name}")
+    if name == "muon":
+        draft.change(f"{key}: {name} is torch's; if yours scales lr in another way, change it")
     if name in ("adamw_torch_8bit", "adamw_torch_4bit"):
         draft.change(f"{key}: {name} is torchao's; here the 8-bit AdamW of bitsandbytes")
     if ours == "sgd":
         draft.put("train.optimizer.momentum", 0.0, f"{key}: sgd has none")
     elif betas != [0.9, 0.999] or ours == "lion":
         draft.put("train.optimizer.betas", betas, "adam_beta1, adam_beta2")
-    if ours.startswith("adamw"):
+    if ours.startswith(("adamw", "muon")):
         draft.note("train.optimizer.eps", eps, "adam_epsilon")
 
 

@@ -92,6 +92,7 @@ class PipelineEngine(TorchEngine):
     ) -> Sequence[Tensor]:
         """See `Engine.run_step`; losses are zero but on ranks that have the last stage."""
         self.model.train()
+        self._set_weights("train")
         self._batches, self._loss_function, self._sums = batches, loss_function, {}
         self._factor = self._scale.factor / normalizer
         turns = torch.arange(len(batches))
@@ -114,6 +115,7 @@ class PipelineEngine(TorchEngine):
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`; one batch after another goes through the stages."""
+        self._set_weights("eval")
         sums = []
         for batch in batches:
             outputs = self._forward(batch)
@@ -124,6 +126,7 @@ class PipelineEngine(TorchEngine):
     @torch.no_grad()
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
+        self._set_weights("eval")
         inputs = {name: value for name, value in batch.items() if name != "shift_labels"}
         outputs = self._forward(inputs)
         last = self._ranks[-1]
@@ -145,9 +148,10 @@ class PipelineEngine(TorchEngine):
         updates = self._backend.collectives.gather_objects(mine.updates)
         return dataclasses.replace(mine, updates=max(updates))
 
-    def _state_keys(self) -> list[str]:
+    def _state_keys(self) -> dict[str, list[str]]:
         """Likewise of all stages."""
-        return max(self._backend.collectives.gather_objects(super()._state_keys()), key=len)
+        found = self._backend.collectives.gather_objects(super()._state_keys())
+        return {name: keys for each in found for name, keys in each.items()}
 
     def _forward(self, batch: DeviceBatch) -> Any:
         """What the model returns of a batch, on the rank of the last stage; None on others."""

@@ -177,10 +177,10 @@ def check_degrees(run: StrategyRun, strategy: str = "ddp") -> None:
             "parameter is a shard of a distributed tensor. Leave it out, or use strategy.name: ddp "
             "or single without degrees"
         )
-    if run.optimizer == "adafactor" and parts:
+    if run.optimizer_sees_full_parameters and parts:
         raise RunFileError(
-            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
-            f"under {parts} a rank has only a part of it. Use train.optimizer.name: adamw_8bit, or "
+            f"train.optimizer.name: {run.optimizer} updates whole matrices, but under {parts} a "
+            "rank has only parts of them. Use train.optimizer.name: adamw_8bit, or "
             "strategy.name: ddp or single without degrees"
         )
     if run.adapter == "dora" and some:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from anygauge.interface import (
     HOST_DEVICE,
@@ -114,6 +115,7 @@ class TorchEngine:
     ) -> Sequence[Tensor]:
         """See `Engine.run_step`."""
         self._call.train()
+        self._set_weights("train")
         factor = self._scale.factor / normalizer
         sums = []
         for index in range(len(batches)):
@@ -154,10 +156,12 @@ class TorchEngine:
         self, batches: Iterable[DeviceBatch], loss_function: LossFunction
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
+        self._set_weights("eval")
         return summed_losses(self.model, self._backend, batches, loss_function)
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
+        self._set_weights("eval")
         logits = self._join_logits(logits_of(self.model, self._backend, batch))
         return logits.to(HOST_DEVICE, torch.float32)
 
@@ -167,6 +171,7 @@ class TorchEngine:
 
     def export_trained(self) -> Mapping[str, Tensor]:
         """See `Engine.export_trained`; one tensor is whole at a time on other ranks."""
+        self._set_weights("eval")
         found: dict[str, Tensor] = {}
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
             whole = self._layout.gather(parameter, master.detach())
@@ -176,10 +181,12 @@ class TorchEngine:
 
     def export_state(self) -> Iterator[tuple[str, str, Tensor | None]]:
         """See `Engine.export_state`."""
+        self._set_weights("train")
         keys = self._state_keys()
+        common = next(iter(keys.values()), [])  # of parameters of which this rank has nothing
         for (name, parameter), master in zip(self._trained, self._masters, strict=True):
             state = self._optimizer.state.get(master, {})
-            for key in (PARAMETER, *keys):
+            for key in (PARAMETER, *keys.get(name, common)):
                 part = master.detach() if key == PARAMETER else _unpack(state, key, master)
                 whole = self._layout.gather(parameter, part)
                 host = whole.to(HOST_DEVICE, torch.float32, copy=True) if self._writes else None
@@ -192,6 +199,7 @@ class TorchEngine:
 
     def import_state(self, state: TrainedState) -> None:
         """See `Engine.import_state`."""
+        self._set_weights("train")
         parameters = dict(self._trained)
         import_plain(
             self._optimizer,
@@ -213,6 +221,15 @@ class TorchEngine:
     def close(self) -> None:
         """Do nothing: Python frees all that the engine holds."""
 
+    def _set_weights(self, mode: str) -> None:
+        """Call the optimizer's ``train`` or ``eval``, if it has it: each gives it other weights."""
+        if switch := getattr(self._optimizer, mode, None):
+            switch()
+            self._copy_masters()
+            for module in self.model.modules():
+                if isinstance(module, FSDPModule):  # it may still have the other ones gathered
+                    module.reshard()
+
     @torch.no_grad()
     def _copy_masters(self) -> None:
         """Parameters get their masters' values; in one call, as each launch costs the host time."""
@@ -229,10 +246,10 @@ class TorchEngine:
             if m.numel()
         ]
 
-    def _state_keys(self) -> list[str]:
+    def _state_keys(self) -> dict[str, list[str]]:
         """List the tensors that the optimizer keeps for each parameter; none before it stepped."""
-        states = (self._optimizer.state.get(m) for _, m in self._named_masters)
-        return next((state_keys(state) for state in states if state), [])
+        states = ((name, self._optimizer.state.get(m)) for name, m in self._named_masters)
+        return {name: state_keys(state) for name, state in states if state}
 
 
 def _unpack(state: Mapping[str, Any], key: str, master: Tensor) -> Tensor:

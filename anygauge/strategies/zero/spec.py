@@ -120,12 +120,17 @@ def check(run: StrategyRun) -> None:
             "not tested with bitsandbytes' paging. Set strategy.offload: optimizer instead, or use "
             "strategy.name: ddp or single"
         )
-    if run.optimizer == "adafactor" and options.stage > 0:
+    if run.optimizer_sees_full_parameters and options.stage > 0:
         raise RunFileError(
-            "train.optimizer.name: adafactor keeps one number per row and column of a matrix, but "
-            f"strategy zero, stage {options.stage}, joins parameters into flat vectors, on which "
-            "adafactor would be a different optimizer that saves no memory. Use strategy.name: "
-            "single, strategy.stage: 0, or train.optimizer.name: adamw_8bit"
+            f"train.optimizer.name: {run.optimizer} updates whole matrices, but strategy zero, "
+            f"stage {options.stage}, joins parameters into flat vectors, on which it would be a "
+            "different optimizer. Use strategy.name: single, strategy.stage: 0, or "
+            "train.optimizer.name: adamw_8bit"
+        )
+    if run.optimizer_changes_weights:
+        raise UnsupportedError(
+            f"train.optimizer.name: {run.optimizer} evaluates other weights than it trains, which "
+            "DeepSpeed cannot exchange. Use strategy.name: fsdp, ddp or single"
         )
     if run.precision is not None:
         check_stage_types(options.stage, run.precision)
