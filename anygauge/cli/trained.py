@@ -271,7 +271,7 @@ def question_ids(
         AnygaugeError: see `anygauge.launch.prepare.render`.
     """
     from anygauge.data import first_records, prompt_ids
-    from anygauge.data.formats import question_text
+    from anygauge.data.formats import of_objective, question_text
     from anygauge.launch import prepare
 
     data = origin.data
@@ -279,7 +279,8 @@ def question_ids(
     if raw or (data is None and not has_template):
         return prompt_ids(tokenizer, prompt), []
     if data is not None:
-        source = data.train_sources[0]
+        pairs = origin.run is not None and origin.run.objective_spec.pairs
+        source = of_objective(data.train_sources[0], "data.train", pairs=pairs)
         first = first_records(source, 1, "data.train")[0]
         text = question_text(first, source, prompt, has_chat_template=has_template)
         if text is not None:

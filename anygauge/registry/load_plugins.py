@@ -8,7 +8,14 @@ from typing import Any, Generic, TypeVar
 
 import pluggy
 
-from anygauge.interface import BackendSpec, KernelSpec, LauncherSpec, StrategySpec, TrackerSpec
+from anygauge.interface import (
+    BackendSpec,
+    KernelSpec,
+    LauncherSpec,
+    ObjectiveSpec,
+    StrategySpec,
+    TrackerSpec,
+)
 
 BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"
 """Comma-separated names of entry points or distributions that are not loaded."""
@@ -16,13 +23,14 @@ BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"
 AUTO = "auto"
 """The name that asks for a choice; no backend may bear it."""
 
-AnySpec = BackendSpec | KernelSpec | LauncherSpec | StrategySpec | TrackerSpec
+AnySpec = BackendSpec | KernelSpec | LauncherSpec | ObjectiveSpec | StrategySpec | TrackerSpec
 SpecT = TypeVar("SpecT", bound=AnySpec)
 
 KINDS: Mapping[str, tuple[str, type[AnySpec]]] = {
     "anygauge_provide_backends": ("backend", BackendSpec),
     "anygauge_provide_kernels": ("kernel", KernelSpec),
     "anygauge_provide_launchers": ("launcher", LauncherSpec),
+    "anygauge_provide_objectives": ("objective", ObjectiveSpec),
     "anygauge_provide_strategies": ("strategy", StrategySpec),
     "anygauge_provide_trackers": ("tracker", TrackerSpec),
 }
@@ -53,7 +61,7 @@ class Provided(Plugin, Generic[SpecT]):
 
     @property
     def kind(self) -> str:
-        """``backend``, ``kernel``, ``launcher``, ``strategy`` or ``tracker``."""
+        """A word of `KINDS`, such as ``backend``."""
         return next(kind for kind, spec in KINDS.values() if isinstance(self.spec, spec))
 
     @property

@@ -16,6 +16,7 @@ from anygauge.interface import (
     KernelSpec,
     Launcher,
     LauncherSpec,
+    ObjectiveSpec,
     PluginError,
     Probe,
     StrategySpec,
@@ -54,8 +55,8 @@ class Registry:
     """What the plugins of this machine provide. Holding one imports no backend and no torch.
 
     Attributes:
-        backends, kernels, launchers, strategies, trackers: in a stable order; names claimed twice
-            are left out.
+        backends, kernels, launchers, objectives, strategies, trackers: in a stable order; names
+            claimed twice are left out.
         duplicates: names that several plugins claim.
         failures: plugins that could not be loaded.
         blocked: plugins that the user has blocked.
@@ -88,6 +89,7 @@ class Registry:
         self.backends: Sequence[Provided[BackendSpec]] = unique["backend"]
         self.kernels: Sequence[Provided[KernelSpec]] = unique["kernel"]
         self.launchers: Sequence[Provided[LauncherSpec]] = unique["launcher"]
+        self.objectives: Sequence[Provided[ObjectiveSpec]] = unique["objective"]
         self.strategies: Sequence[Provided[StrategySpec]] = unique["strategy"]
         self.trackers: Sequence[Provided[TrackerSpec]] = unique["tracker"]
 
@@ -140,6 +142,10 @@ class Registry:
             PluginError: there is no single launcher of this name, or it cannot be imported.
         """
         return load_factory(self.find_launcher(name))
+
+    def find_objective(self, name: str) -> Provided[ObjectiveSpec]:
+        """See `find_backend`."""
+        return self._find("objective", name, self.objectives)
 
     def find_strategy(self, name: str) -> Provided[StrategySpec]:
         """See `find_backend`."""
