@@ -197,7 +197,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         shown.append((title + this, *numbers, f"{found.share:.1%}", fill))
     console.print(
         f"\n[bold]Batches[/bold] of {run.train.global_batch_size}, "
-        f"{layout.micro_batch} sequences per forward",
+        f"{layout.micro_batch * (1 + layout.pairs)} sequences per forward",
         markup=True,
     )
     console.print(make_table(shown))

@@ -405,7 +405,7 @@ def _parse_pair(record: Record, source: SourceSection, field: str) -> Pair:
     ]
     shared = len(before)
     if any(each[0]["role"] not in ("assistant", "tool") for each in turns):
-        before, shared = [], _shared(*turns, record, names)
+        before, shared = [], _shared(turns[0], turns[1], record, names)
         if not shared:
             raise DataError(
                 f"{where}: the conversations of {names[0]!r} and {names[1]!r} begin differently, "

@@ -7,7 +7,7 @@ which pair does not matter, and the loss of a step is the mean over all its pair
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
 from pydantic import Field
 
@@ -24,16 +24,12 @@ class DpoOptions(Options):
     beta: PositiveNumber = Field(
         0.1, description="How much a step away from the reference counts: a larger one stays near."
     )
-    label_smoothing: Annotated[float, Field(ge=0, lt=0.5)] = Field(
-        0.0, description="Share of the pairs that may be the wrong way round (cDPO)."
-    )
 
 
 class Dpo:
     """Direct preference optimization: Rafailov et al., https://arxiv.org/abs/2305.18290, eq. 7.
 
-    With label smoothing as in https://ericmitchell.ai/cdpo.pdf, eq. 3. Both are the ``sigmoid``
-    loss of TRL's `DPOTrainer`.
+    TRL's `DPOTrainer` has it as the loss type ``sigmoid``.
     """
 
     def __init__(self, options: DpoOptions) -> None:
@@ -45,9 +41,7 @@ class Dpo:
 
         assert reference is not None
         chosen, rejected = (policy.log_probs - reference.log_probs).unbind(1)
-        margin = self.options.beta * (chosen - rejected)
-        smoothing = self.options.label_smoothing
-        return -logsigmoid(margin) * (1 - smoothing) - logsigmoid(-margin) * smoothing
+        return -logsigmoid(self.options.beta * (chosen - rejected))
 
 
 class OrpoOptions(Options):

@@ -148,7 +148,7 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
         check_widths(parts, shapes, packing, alone=world == 1)
         assert tuple(origin for part in parts for origin in part.origins) == together.origins
         tokens = sum(part.num_loss_tokens for part in parts)
-        assert tokens == together.num_loss_tokens == whole.num_loss_tokens(index)
+        assert tokens == together.num_loss_tokens == whole.normalizer(index)
         assert sum(part.tokens for part in parts) == whole.real_tokens(index)
     with pytest.raises(IndexError):
         whole.step(whole.steps)
