@@ -30,7 +30,7 @@ PAIRS = [
     for n in range(14)
 ]
 ALONE = {"strategy": {"name": "single"}}
-TRAIN = {"steps": 3, "micro_batch_size": 2, "optimizer": {"lr": 5e-3}}
+TRAIN = {"steps": None, "micro_batch_size": 2, "optimizer": {"lr": 5e-3}}
 
 
 def file_of(folder: Path, **changes: Any) -> Path:
@@ -119,7 +119,7 @@ def test_every_strategy_agrees_and_resumes_what_another_began(tmp_path: Path) ->
         [RunPart(file=str(file_of(tmp_path, name=name, **each))) for name, each in cases.items()]
     )
     first, *others = runs
-    assert first.steps("loss")[-1] != pytest.approx(math.log(2), abs=1e-3)
+    assert first.steps("loss")[-1] != pytest.approx(math.log(2), abs=1e-4)
     for run in others:
         for metric in ("loss", "grad_norm"):
             wanted = first.steps(metric)[-len(run.steps(metric)) :]
