@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.formats import AnyRow, Chat, Pair, Row, TokenRow, parse_all
+from anygauge.data.formats import AnswerPair, AnyRow, Chat, Row, TokenRow, parse_all
 from anygauge.data.loss_masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, render_unbounded
@@ -264,7 +264,7 @@ class RowEncoder:
 def _each_answer(rows: Iterable[AnyRow]) -> Iterator[tuple[int, Row | Chat | TokenRow]]:
     """Each row with its number; a pair is two, the chosen first."""
     for index, row in enumerate(rows):
-        if isinstance(row, Pair):
+        if isinstance(row, AnswerPair):
             yield from ((index, row.chosen), (index, row.rejected))
         else:
             yield index, row

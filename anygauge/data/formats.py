@@ -105,14 +105,14 @@ class TokenRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Pair:
+class AnswerPair:
     """Two answers to one prompt, each with the prompt before it."""
 
     chosen: Row | Chat
     rejected: Row | Chat
 
 
-AnyRow = Row | Chat | TokenRow | Pair
+AnyRow = Row | Chat | TokenRow | AnswerPair
 
 
 def of_objective(source: SourceSection, field: str, *, pairs: bool) -> SourceSection:
@@ -381,7 +381,7 @@ def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
     return all(turns.values())
 
 
-def _parse_pair(record: Record, source: SourceSection, field: str) -> Pair:
+def _parse_pair(record: Record, source: SourceSection, field: str) -> AnswerPair:
     """Two answers to the prompt of a column; or two whole texts or conversations, whose common
     beginning is the prompt (`extract_prompt` of TRL)."""
     where, names = record.origin, (source.chosen, source.rejected)
@@ -397,7 +397,7 @@ def _parse_pair(record: Record, source: SourceSection, field: str) -> Pair:
         else:
             put = chosen[: _shared(chosen, rejected, record, names)].removesuffix(" ")
             chosen, rejected = chosen[len(put) :], rejected[len(put) :]
-        return Pair(*(_make_row(record, put, text) for text in (chosen, rejected)))
+        return AnswerPair(*(_make_row(record, put, text) for text in (chosen, rejected)))
     before = [] if prompt is None else _turns_of(record, source.prompt, prompt, "user", field)
     turns = [
         _turns_of(record, name, answer, "assistant", field)
@@ -411,7 +411,7 @@ def _parse_pair(record: Record, source: SourceSection, field: str) -> Pair:
                 f"{where}: the conversations of {names[0]!r} and {names[1]!r} begin differently, "
                 "so they are not answers to one prompt; correct or remove the row"
             )
-    return Pair(
+    return AnswerPair(
         *(_parse_chat(record, source, before + each, field, first_answer=shared) for each in turns)
     )
 
