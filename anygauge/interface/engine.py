@@ -103,8 +103,8 @@ class Engine(Protocol):
         Args:
             batches: this rank's; each is moved to the device when it is taken.
             normalizer: the gradient is that of the loss, summed over all ranks, divided by this
-                number, the same on every rank: use it as it is given. It is the loss tokens,
-                or pairs, of the whole global batch. Where the loss is not finite, the gradient is not.
+                number, the same on every rank: use it as it is given. It is the loss tokens of the
+                whole global batch, or its pairs. Where the loss is not finite, the gradient is not.
 
         Returns:
             Losses of this rank's batches, in their order: each a sum, () float32. They may
