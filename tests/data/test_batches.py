@@ -226,7 +226,7 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
 def test_each_kind_of_packing_has_a_layout():
     for packing, kind in ((False, False), ("isolate", True), ("concatenate", "concatenate")):
         data = DataSection(train=SourceSection(path="x"), packing=packing)
-        run = RunFile(model={"config": {}, "tokenizer": "x"}, data=data)
+        run = RunFile(model={"name": "x"}, data=data)
         assert Layout.of(run, Share(0, 1), PAD, STATIC).packing == kind
 
 
