@@ -49,7 +49,7 @@ def data(
 
     run = load_run_file(run_file, list(set_ or ()), {"backend": backend})
     check_paths(run)
-    peek(run.data)
+    peek(run.data, pairs=run.objective_spec.pairs)
     ranks = run.launch.nodes * run.launch.devices
     registry = Registry.load()
     share = registry.find_strategy(run.strategy.name).spec.share(run.strategy, 0, ranks)
@@ -75,7 +75,8 @@ def data(
     )
     steps = prepare(request).found.steps
     tokenizer = load_tokenizer(run.model)
-    prepared = read_rows(section, tokenizer, run.train.seed, run=start, first=first)
+    pairs = run.objective_spec.pairs
+    prepared = read_rows(section, tokenizer, run.train.seed, run=start, first=first, pairs=pairs)
     trained = prepared.train
     if steps is not None:
         console.print(f"the run has {steps:,} steps\n", style="bold")
@@ -186,7 +187,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         ("padded", False, False),
         ("group_by_length", False, True),
         ("packing", True, False),
-    ):
+    )[: 2 if layout.pairs else 3]:
         found = measure_padding(
             rows, replace(schedule, grouping=grouping), replace(layout, packing=packing)
         )
@@ -196,7 +197,7 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         shown.append((title + this, *numbers, f"{found.share:.1%}", fill))
     console.print(
         f"\n[bold]Batches[/bold] of {run.train.global_batch_size}, "
-        f"{layout.micro_batch} sequences per forward",
+        f"{layout.micro_batch * (1 + layout.pairs)} sequences per forward",
         markup=True,
     )
     console.print(make_table(shown))

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -54,8 +54,11 @@ def evaluate(
     shutil.rmtree(folder)
     record = report["evaluations"][0]
     loss = math.nan if record["eval_loss"] is None else record["eval_loss"]
-    perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
-    found = {"loss": loss, "perplexity": perplexity, "loss_tokens": record["eval_tokens"]}
+    if pairs := record.get("eval_pairs"):
+        found: dict[str, Any] = {"loss": loss, "objective": run.objective, "pairs": pairs}
+    else:
+        perplexity = math.inf if loss > LARGEST_EXPONENT else math.exp(loss)
+        found = {"loss": loss, "perplexity": perplexity, "loss_tokens": record["eval_tokens"]}
     used = origin.adapter and str(origin.adapter)
     found |= {"rows": report["data"], "model": model, "adapter": used, "ranks": devices}
     found |= {name: report[name] for name in ("backend", "strategy")}
@@ -111,6 +114,8 @@ def _run_of(
         adapter=sections.AdapterSection(verify=False, **start),
         data=trained.data.model_copy(update={**both, "eval_fraction": 0.0, "streaming": False}),
         train=sections.TrainSection(steps=1, global_batch_size=size, **kept),
+        objective=trained.objective,
+        objective_options=trained.objective_options,
         precision=trained.precision,
         strategy=strategy,
         launch=schema.LaunchSettings(devices=devices),

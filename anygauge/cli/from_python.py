@@ -47,7 +47,7 @@ class Result:
 
     @property
     def losses(self) -> list[float]:
-        """The training loss of every step, in nats per loss token."""
+        """The training loss of every step, in nats per loss token, or pair."""
         return [line["loss"] for line in self.metrics if "loss" in line]
 
 

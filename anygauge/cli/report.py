@@ -26,7 +26,7 @@ MOST_ROWS = 16
 """Of a table of numbers: evenly spaced steps, with the first and the last."""
 GIB = float(2**30)
 LINES = (
-    ("loss", "Loss", "nats per loss token", 1.0),
+    ("loss", "Loss", "nats per loss token, or pair", 1.0),
     ("lr", "Learning rate", "of the step", 1.0),
     ("grad_norm", "Gradient norm", "before clipping", 1.0),
     ("tokens_per_s", "Tokens per second", "real tokens, all ranks", 1.0),

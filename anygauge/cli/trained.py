@@ -237,7 +237,7 @@ def prompt_format(
         DataError: the source that would show the format can no longer be read.
     """
     from anygauge.data import first_records
-    from anygauge.data.formats import question_text
+    from anygauge.data.formats import of_objective, question_text
 
     data = origin.data
     has_template = bool(getattr(tokenizer, "chat_template", None) or (data and data.chat_template))
@@ -245,6 +245,7 @@ def prompt_format(
         return str
     if data is None:
         return lambda prompt: None
-    source = data.train_sources[0]
+    pairs = origin.run is not None and origin.run.objective_spec.pairs
+    source = of_objective(data.train_sources[0], "data.train", pairs=pairs)
     first = first_records(source, 1, "data.train")[0]
     return lambda prompt: question_text(first, source, prompt, has_chat_template=has_template)

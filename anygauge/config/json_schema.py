@@ -63,7 +63,8 @@ def run_file_schema() -> tuple[Schema, list[str]]:
 
     _add_plugin_rules(defs[names[LaunchSettings]], "launcher", "options", options["launcher"])
     root = defs.pop(names[RunFile])
-    _add_plugin_rules(root, "backend", "backend_options", options["backend"], [AUTO])
+    for kind, free in {"backend": [AUTO], "objective": []}.items():
+        _add_plugin_rules(root, kind, f"{kind}_options", options[kind], free)
     fields = root["properties"]
     fields["extends"] = {"description": EXTENDS, "anyOf": [_TEXT, _FILES, _NULL]}
     _set_named(fields, "strategy", named["strategy"])
@@ -125,7 +126,7 @@ def _add_plugin_rules(
     """Have a plugin's name in one field decide what the field of its options takes."""
     section["properties"][field]["anyOf"][0]["enum"] = [*free, *cases]
     thens = {name: {"properties": {options: _allow_null(case)}} for name, case in cases.items()}
-    section["allOf"] = _name_rules(field, thens, free)
+    section["allOf"] = [*section.get("allOf", ()), *_name_rules(field, thens, free)]
 
 
 def _set_named(fields: Schema, field: str, cases: Mapping[str, Schema]) -> None:
@@ -206,10 +207,10 @@ def _complete_file_rules(
             needs, is_named = {"type": "object", **_find_required(case, whole)}, {"const": name}
             if "required" not in needs:
                 continue
-            if kind == "backend":
+            if kind in ("backend", "objective"):
                 chosen, then = (
-                    _having_field("backend", is_named),
-                    _having_field("backend_options", needs),
+                    _having_field(kind, is_named),
+                    _having_field(f"{kind}_options", needs),
                 )
             elif kind == "launcher":
                 chosen = _having_field(

@@ -50,6 +50,7 @@ PEER_ALIASES = {
         "model.quantize: int8": "load_in_8bit 8bit",
         "model.quantize: nf4": "load_in_4bit 4bit int4 fp4 bnb_4bit_quant_type",
         "name": "run_name",
+        "objective": "rl",
         "output": "output_dir",
         "precision.param_dtype": "dtype torch_dtype mixed_precision compute compute_dtype",
         "precision.param_dtype: bfloat16": "bf16 bfloat16 torch.bfloat16",

@@ -26,11 +26,14 @@ from anygauge.config.tree import Origin, Problem, run_file_error
 from anygauge.interface import (
     LaunchSettings,
     Level,
+    ObjectiveSpec,
+    PluginError,
     Precision,
     RunFileError,
     Support,
     UnsupportedError,
 )
+from anygauge.registry import installed_plugins
 from anygauge.util.section import (
     LARGEST,
     NULLS_REMOVED,
@@ -59,9 +62,14 @@ class SourceSection(Section):
         "sharegpt",
         "text",
         "tokens",
+        "preference",
     ] = Field("auto", description="How a row is laid out; auto: detected from path and columns.")
-    prompt: str = Field("prompt", description="Column of the prompt (prompt_completion).")
+    prompt: str = Field(
+        "prompt", description="Column of the prompt (prompt_completion, preference)."
+    )
     completion: str = Field("completion", description="Column of the answer (prompt_completion).")
+    chosen: str = Field("chosen", description="Column of the better answer (preference).")
+    rejected: str = Field("rejected", description="Column of the worse answer (preference).")
     text: str = Field("text", description="Column of the text (format text).")
     messages: str = Field("messages", description="Column of the turns (messages).")
     conversations: str = Field("conversations", description="Column of the turns (sharegpt).")
@@ -69,8 +77,8 @@ class SourceSection(Section):
     system: str = Field("system", description="Column of the system turn, if any (chats).")
     template: str = Field(
         "{prompt}\n",
-        description="prompt_completion: what the model reads before the answer; {prompt} is "
-        "replaced.",
+        description="prompt_completion, preference: what the model reads before the answer; "
+        "{prompt} is replaced.",
     )
     limit: Positive | None = Field(None, description="Use only this many rows, from the beginning.")
     weight: PositiveNumber = Field(
@@ -284,6 +292,14 @@ def _without_nul(value: str) -> str:
     return value
 
 
+def _check_objective(name: str) -> str:
+    try:
+        installed_plugins().find_objective(name)
+    except PluginError as error:
+        raise ValueError("; ".join(str(error).splitlines())) from None
+    return name
+
+
 _Variable = Annotated[str, AfterValidator(_check_variable)]
 _VariableValue = Annotated[str, AfterValidator(_without_nul)]
 
@@ -319,6 +335,14 @@ class RunFile(Section):
     model: ModelSection
     adapter: AdapterSection | None = None
     data: DataSection
+    objective: Annotated[str, AfterValidator(_check_objective)] = Field(
+        "sft",
+        description="What training makes small: sft, the loss of tokens; dpo or orpo, of "
+        "preferences; or a plugin's.",
+    )
+    objective_options: Annotated[dict[str, Any], NULLS_REMOVED] = Field(
+        default_factory=dict, description="Options that only the objective reads, such as beta."
+    )
     train: TrainSection = Field(default_factory=TrainSection)
     checkpoint: CheckpointSection = CheckpointSection()
     precision: PrecisionSection = PrecisionSection()
@@ -373,6 +397,11 @@ class RunFile(Section):
                 "not list; add it to 'trackers', or remove its options"
             )
         return self
+
+    @property
+    def objective_spec(self) -> ObjectiveSpec:
+        """What the objective's plugin announces."""
+        return installed_plugins().find_objective(self.objective).spec
 
     def written_at(self, places: Mapping[str, Origin]) -> RunFile:
         """Return the same run with these places of its values; see `Origins`."""

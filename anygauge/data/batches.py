@@ -76,6 +76,7 @@ class MicroBatch:
         loss_rows: of the labels of the positions that this rank computes, one after another, those
             that have a loss; int64 of shape (n,). None where the number of rows must be the same in
             each batch.
+        loss_counts: how many of these rows each sequence has.
         has_padding: whether the mask has a zero.
         origins: where the rows came from; dummies have none.
         num_loss_tokens: labels that count.
@@ -88,6 +89,7 @@ class MicroBatch:
     position_ids: torch.Tensor
     segment_ids: torch.Tensor | None = None
     loss_rows: torch.Tensor | None = None
+    loss_counts: tuple[int, ...] = ()
     has_padding: bool
     origins: tuple[str, ...]
     num_loss_tokens: int
@@ -105,11 +107,12 @@ class Layout:
     """How sequences become the tensors of one rank.
 
     Attributes:
-        micro_batch: sequences per forward on one rank.
+        micro_batch: sequences per forward on one rank; of pairs, so many pairs.
         max_length: most tokens of a sequence; with packing, the capacity of a pack.
         pad_id: token number that fills up; never a loss token, never attended to.
         packing: whether a sequence holds several rows, of which none attends to another; or
             ``concatenate``: these do.
+        pairs: whether a sequence holds two answers to one prompt; each gets a row of its own.
         pin: puts a tensor where the device copies from without waiting; a thread may call it.
     """
 
@@ -118,6 +121,7 @@ class Layout:
     pad_id: int
     share: Share = field(default_factory=lambda: Share(0, 1))
     packing: bool | str = False
+    pairs: bool = False
     shapes: ShapePolicy = field(default_factory=ShapePolicy)
     pin: Callable[[Any], Any] = lambda tensor: tensor
 
@@ -132,6 +136,7 @@ class Layout:
             pad_id=pad_id,
             share=share,
             packing=run.data.isolates or run.data.packing,
+            pairs=run.objective_spec.pairs,
             shapes=shapes,
             **more,
         )
@@ -149,7 +154,8 @@ class Layout:
 
     def step(self, turns: Sequence[Sequence[Sequence[Tokens]]], longest: int) -> list[MicroBatch]:
         """The tensors of a step's micro-batches."""
-        own = [max(map(tokens_of, sequences)) for sequences in turns]
+        length_of = longest_of if self.pairs else tokens_of
+        own = [max(map(length_of, sequences)) for sequences in turns]
         widths = self.widths(own, longest)
         return [self.batch(*each) for each in zip(turns, widths, strict=True)]
 
@@ -183,6 +189,8 @@ class Layout:
 
         # A dummy keeps one token, since attention over nothing at all is not a number.
         dummy = [Tokens(np.array([self.pad_id]), np.array([False]), "")]
+        if self.pairs:
+            sequences = [[each] for pair in sequences for each in pair or 2 * dummy]
         isolated = self.packing is True
         shape = (len(sequences), width)
         input_ids = np.full(shape, self.pad_id, dtype=np.int64)
@@ -218,6 +226,7 @@ class Layout:
             position_ids=tensor(positions),
             segment_ids=tensor(segments) if isolated else None,
             loss_rows=tensor(np.flatnonzero(own != IGNORE_INDEX)) if dynamic else None,
+            loss_counts=tuple((own != IGNORE_INDEX).sum(axis=1).tolist()),
             has_padding=bool(more) or not mask.all(),
             origins=tuple(document.origin for sequence in sequences for document in sequence),
             num_loss_tokens=int((labels != IGNORE_INDEX).sum()),
@@ -228,6 +237,11 @@ class Layout:
 def tokens_of(sequence: Sequence[Tokens]) -> int:
     """Count the tokens of all the documents that a sequence holds."""
     return sum(len(document.ids) for document in sequence)
+
+
+def longest_of(sequence: Sequence[Tokens]) -> int:
+    """Count the tokens of the longest document that a sequence holds."""
+    return max((len(document.ids) for document in sequence), default=0)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -339,8 +353,8 @@ class Batches(ABC):
         return []
 
     @abstractmethod
-    def num_loss_tokens(self, index: int) -> int:
-        """Loss tokens of a step over all ranks."""
+    def normalizer(self, index: int) -> int:
+        """Loss tokens of a step over all ranks; of pairs, how many there are."""
 
     @abstractmethod
     def real_tokens(self, index: int) -> int:
@@ -395,21 +409,30 @@ def pack(lengths: NDArray[np.int64], capacity: int, order: NDArray[np.int64]) ->
 
 
 class _Sequences:
-    """What an epoch is made of: each a row or a pack of rows, which have one weight.
+    """What an epoch is made of: each a row, a pack of rows or a pair, which have one weight.
 
     Attributes:
         sizes: sequences of each of the `weights`, one after another.
-        tokens, num_loss_tokens: of each sequence; int64 of shape (sequences,).
+        tokens: of each sequence; int64 of shape (sequences,).
+        widest: of each, the tokens that stand in one row; likewise.
+        normalizers: of each, its loss tokens; 1 for a pair; likewise.
     """
 
     def __init__(
         self, rows: TokenizedRows, weights: Sequence[float], layout: Layout, seed: int
     ) -> None:
-        self.rows, self.packing = rows, bool(layout.packing)
+        self.rows, self._joined = rows, bool(layout.packing) or layout.pairs
         self.weights, self.sizes = list(weights), rows.sizes
-        self.tokens = rows.lengths
-        self.num_loss_tokens = rows.column("num_loss_tokens").astype(np.int64)
-        if self.packing:
+        self.tokens = self.widest = rows.lengths
+        self.normalizers = rows.column("num_loss_tokens").astype(np.int64)
+        if layout.pairs:
+            self.sizes = [size // 2 for size in rows.sizes]
+            self._members = np.arange(len(rows))
+            self._starts = np.arange(0, len(rows) + 1, 2)
+            answers = rows.lengths.reshape(-1, 2)
+            self.tokens, self.widest = answers.sum(axis=1), answers.max(axis=1)
+            self.normalizers = np.ones(len(answers), np.int64)
+        elif layout.packing:
             self.weights = list(dict.fromkeys(weights))
             of_row = np.repeat(np.asarray(weights), rows.sizes)
             packs = []
@@ -421,24 +444,25 @@ class _Sequences:
             # The packs as stretches of one list: of a million, a list each would be large.
             self._starts = np.cumsum([0, *map(len, chain(*packs))])
             self._members = np.fromiter(chain.from_iterable(chain(*packs)), np.int64)
-            self.tokens, self.num_loss_tokens = (
+            self.tokens, self.normalizers = (
                 np.add.reduceat(counts[self._members], self._starts[:-1])
-                for counts in (self.tokens, self.num_loss_tokens)
+                for counts in (self.tokens, self.normalizers)
             )
+            self.widest = self.tokens
 
     def documents(self, sequences: NDArray[np.int64]) -> list[list[Tokens]]:
         """Return the documents of sequences; `DUMMY` stands for one that holds nothing."""
         found: list[list[Tokens]] = []
         for each in sequences.tolist():
             members = [] if each == DUMMY else [each]
-            if members and self.packing:
+            if members and self._joined:
                 members = self._members[self._starts[each] : self._starts[each + 1]].tolist()
             found.append([self.rows.tokens(row) for row in members])
         return found
 
     def lengths(self, sequences: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Tokens of each, 0 for `DUMMY`; int64 of the same shape."""
-        return np.where(sequences == DUMMY, 0, self.tokens[sequences])
+        """Tokens of each that stand in one row, 0 for `DUMMY`; int64 of the same shape."""
+        return np.where(sequences == DUMMY, 0, self.widest[sequences])
 
 
 _STEPS_AT_ONCE = 1024
@@ -486,14 +510,15 @@ class RowBatches(Batches):
             longest |= set(tokens.reshape(-1, together).max(axis=1).tolist())
         return sorted(set(map(self.layout.width, longest - {0})), reverse=True)
 
-    def num_loss_tokens(self, index: int) -> int:
+    def normalizer(self, index: int) -> int:
         """See `Batches`."""
         items = self.items(index)
-        return int(self.sequences.num_loss_tokens[items].sum(where=items != DUMMY))
+        return int(self.sequences.normalizers[items].sum(where=items != DUMMY))
 
     def real_tokens(self, index: int) -> int:
         """See `Batches`."""
-        return int(self.sequences.lengths(self.items(index)).sum())
+        items = self.items(index)
+        return int(self.sequences.tokens[items].sum(where=items != DUMMY))
 
     def epoch(self, index: int) -> float:
         """See `Batches`."""
@@ -512,13 +537,17 @@ class EvaluationBatches:
     """The evaluation micro-batches of one rank; it lays each out when the loop reads it.
 
     All rows once, in their own order, divided over ranks; every rank has as many batches. Missing
-    sequences at the end are dummies, so summed loss over summed `num_loss_tokens` is the same
-    for every number of ranks and size of micro-batch.
+    sequences at the end are dummies, so summed loss over `normalizer` is the same for every number
+    of ranks and size of micro-batch.
+
+    Attributes:
+        normalizer: loss tokens over all ranks; of pairs, how many there are.
     """
 
     def __init__(self, rows: TokenizedRows, layout: Layout) -> None:
         self._sequences = _Sequences(rows, (1.0,) * len(rows.pieces), layout, seed=0)
         self._layout = layout
+        self.normalizer = int(self._sequences.normalizers.sum())
         count, together = len(self._sequences.tokens), layout.share.count * layout.micro_batch
         items = np.pad(np.arange(count), (0, -count % together), constant_values=DUMMY)
         self._items = items.reshape(-1, layout.share.count, layout.micro_batch)
@@ -552,8 +581,8 @@ def measure_padding(rows: TokenizedRows, schedule: Schedule, layout: Layout) -> 
         items = batches.items(index)
         lengths = batches.sequences.lengths(items).reshape(-1, layout.micro_batch)
         widths = layout.widths(lengths.max(axis=1).tolist(), int(lengths.max()))
-        tokens += int(lengths.sum())
-        positions += sum(widths) * layout.micro_batch
+        tokens += batches.real_tokens(index)
+        positions += sum(widths) * layout.micro_batch * (1 + layout.pairs)
         sequences += int(np.count_nonzero(lengths))
     fill = tokens / (sequences * layout.max_length) if layout.packing else None
     return Padding(sequences, batches.steps, positions, 1 - tokens / positions, fill)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, field, fields, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from anygauge.config.schema import DataSection, SourceSection
-from anygauge.data.formats import Chat, Row, TokenRow, parse_all
+from anygauge.data.formats import AnswerPair, AnyRow, Chat, Row, TokenRow, parse_all
 from anygauge.data.loss_masks import Aligner, bounded_parts, rendered_spans
 from anygauge.data.readers import Record
 from anygauge.data.template import ChatTemplate, Rendering, Span, read_template, render_unbounded
@@ -39,7 +39,8 @@ class Tokens:
         origin: where it stands: ``data.jsonl:17`` or ``notes.txt:3 (part 2)``; of one that comes
             from a table, which has the following instead.
         record: index of the record it came from, in the batch that was given.
-        part: 0; from 1 where a plain text was cut in pieces.
+        part: 0; from 1 where a plain text was cut in pieces; of a pair, 1 is the chosen answer, 2
+            the rejected one.
         fate: `WHOLE`, `CUT`, `EMPTY`, `LONG` or `BAD`.
         length: tokens of the whole record.
     """
@@ -164,7 +165,8 @@ class RowEncoder:
         texts: list[tuple[int, Row]] = []
         answers: list[tuple[int, Row | Chat]] = []
         rows = parse_all(records, self.source.format, self.source, self.field)
-        for index, row in enumerate(rows):
+        pairs = self.source.format == "preference"
+        for index, row in _each_answer(rows):
             if isinstance(row, TokenRow):
                 sequences.append(self._of_tokens(index, row))
                 continue
@@ -177,7 +179,8 @@ class RowEncoder:
             else:
                 answers.append((index, row))
         sequences += [*self._of_texts(texts), *self._of_answers(answers)]
-        return sorted(sequences, key=lambda one: (one.record, one.part))
+        sequences.sort(key=lambda one: (one.record, one.part))
+        return list(_in_pairs(sequences)) if pairs else sequences
 
     def key(self) -> str:
         """Hexadecimal digest of all other than the records that decides the result."""
@@ -256,6 +259,25 @@ class RowEncoder:
             given, kwargs = self._given, self.data.chat_template_kwargs
             self._template = ChatTemplate(self.tokenizer, given, self._rendering, kwargs=kwargs)
         return self._template
+
+
+def _each_answer(rows: Iterable[AnyRow]) -> Iterator[tuple[int, Row | Chat | TokenRow]]:
+    """Each row with its number; a pair is two, the chosen first."""
+    for index, row in enumerate(rows):
+        if isinstance(row, AnswerPair):
+            yield from ((index, row.chosen), (index, row.rejected))
+        else:
+            yield index, row
+
+
+def _in_pairs(sequences: Sequence[Tokens]) -> Iterator[Tokens]:
+    """The two answers of each pair, both with the worse fate of the two."""
+    for pair in zip(sequences[::2], sequences[1::2], strict=True):
+        fate, length = max(each.fate for each in pair), max(each.length for each in pair)
+        kept = None if fate in (WHOLE, CUT) else 0
+        for part, each in enumerate(pair, start=1):
+            ids, loss_mask = each.ids[:kept], each.loss_mask[:kept]
+            yield Tokens(ids, loss_mask, record=each.record, part=part, fate=fate, length=length)
 
 
 def _tokenizer_state(tokenizer: Any) -> list[Any]:

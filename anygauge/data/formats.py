@@ -1,4 +1,5 @@
-"""Turns records into rows: which format a source has; prompts with answers, texts, chats, tokens.
+"""Turns records into rows: which format a source has; prompts with answers, texts, chats, tokens,
+pairs of answers.
 
 Whatever the layout, a chat becomes the turns that chat templates of the transformers library read:
 `role` and `content`, `tool_calls` with arguments as objects, and tools as
@@ -8,6 +9,7 @@ row, turn and what was expected.
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -102,7 +104,32 @@ class TokenRow:
     origin: str
 
 
-AnyRow = Row | Chat | TokenRow
+@dataclass(frozen=True, slots=True)
+class AnswerPair:
+    """Two answers to one prompt, each with the prompt before it."""
+
+    chosen: Row | Chat
+    rejected: Row | Chat
+
+
+AnyRow = Row | Chat | TokenRow | AnswerPair
+
+
+def of_objective(source: SourceSection, field: str, *, pairs: bool) -> SourceSection:
+    """A source as an objective reads it: of one that trains on pairs, each row is one.
+
+    Raises:
+        RunFileError: the run file sets a format that does not go with the objective.
+    """
+    if pairs and source.format == "auto":
+        return source.model_copy(update={"format": "preference"})
+    if pairs != (source.format == "preference"):
+        valid = "auto or preference" if pairs else "another, or objective: dpo or orpo"
+        raise RunFileError(
+            f"{field}.format: {source.format}, but the run's objective trains on "
+            f"{'pairs of answers' if pairs else 'single answers'}; set {valid}"
+        )
+    return source
 
 
 def detect_format(first: Record, source: SourceSection, field: str) -> str:
@@ -118,7 +145,7 @@ def detect_format(first: Record, source: SourceSection, field: str) -> str:
         return "text"
     if row_format == "auto":
         row_format = _by_columns(first, source, field)
-    if row_format == "prompt_completion" and PLACEHOLDER not in source.template:
+    if row_format in ("prompt_completion", "preference") and PLACEHOLDER not in source.template:
         raise RunFileError(
             f"{field}.template is {source.template!r}, which lacks {PLACEHOLDER}: "
             "the model would never see the prompt"
@@ -148,7 +175,7 @@ def _by_columns(first: Record, source: SourceSection, field: str) -> str:
         f"{_column_names(first)}. "
         f"Name the two columns ({field}.prompt: {example} and {field}.completion: ...), one "
         f"column of turns ({field}.messages: ... or {field}.conversations: ...), or one column of "
-        f"plain text ({field}.text: ...)"
+        f"plain text ({field}.text: ...). For pairs of answers, set objective: dpo or orpo"
     )
 
 
@@ -163,6 +190,13 @@ def question_text(
         case "prompt_completion":
             is_turns = isinstance(first.values.get(source.prompt), list)
             return None if is_turns else source.template.replace(PLACEHOLDER, prompt)
+        case "preference":
+            names = (source.prompt, source.chosen)
+            if not all(isinstance(first.values.get(name, ""), str) for name in names):
+                return None
+            # Without a column of prompts, texts are whole, in a form of their own.
+            text = source.template if source.prompt in first.values else PLACEHOLDER
+            return text.replace(PLACEHOLDER, prompt)
         case "alpaca":
             return ALPACA_WITHOUT_INPUT.format(instruction=prompt)
         case "tokens" if has_chat_template:
@@ -212,6 +246,8 @@ def parse(record: Record, row_format: str, source: SourceSection, field: str) ->
             # Replaced literally: other braces are left alone.
             put = source.template.replace(PLACEHOLDER, text("prompt"))
             return _make_row(record, put, text("completion"))
+        case "preference":
+            return _parse_pair(record, source, field)
         case "alpaca":
             return _parse_alpaca(record)
         case "alpaca_chat":
@@ -365,6 +401,68 @@ def _are_turns(record: Record, source: SourceSection, field: str) -> bool:
             "are lists of turns"
         )
     return all(turns.values())
+
+
+def _parse_pair(record: Record, source: SourceSection, field: str) -> AnswerPair:
+    """Two answers to the prompt of a column; or two whole texts or conversations, whose common
+    beginning is the prompt (`extract_prompt` of TRL)."""
+    where, names = record.origin, (source.chosen, source.rejected)
+    settings = (f"{field}.chosen", f"{field}.rejected")
+    answers = [_column_value(record, *each) for each in zip(names, settings, strict=True)]
+    prompt = record.values.get(source.prompt)
+    if all(isinstance(each, str) for each in (*answers, prompt or "")):
+        chosen, rejected = (_text_column(record, *e) for e in zip(names, settings, strict=True))
+        if prompt is not None:
+            put = source.template.replace(
+                PLACEHOLDER, _text_column(record, source.prompt, f"{field}.prompt")
+            )
+        else:
+            put = chosen[: _shared(chosen, rejected, record, names)].removesuffix(" ")
+            chosen, rejected = chosen[len(put) :], rejected[len(put) :]
+        return AnswerPair(*(_make_row(record, put, text) for text in (chosen, rejected)))
+    before = [] if prompt is None else _turns_of(record, source.prompt, prompt, "user", field)
+    turns = [
+        _turns_of(record, name, answer, "assistant", field)
+        for name, answer in zip(names, answers, strict=True)
+    ]
+    shared = len(before)
+    if any(each[0]["role"] not in ("assistant", "tool") for each in turns):
+        before, shared = [], _shared(turns[0], turns[1], record, names)
+        if not shared:
+            raise DataError(
+                f"{where}: the conversations of {names[0]!r} and {names[1]!r} begin differently, "
+                "so they are not answers to one prompt; correct or remove the row"
+            )
+    return AnswerPair(
+        *(_parse_chat(record, source, before + each, field, first_answer=shared) for each in turns)
+    )
+
+
+def _shared(chosen: Any, rejected: Any, record: Record, names: tuple[str, str]) -> int:
+    """How many characters or turns two answers have in common at their beginning."""
+    if chosen == rejected:
+        raise DataError(
+            f"{record.origin}: columns {names[0]!r} and {names[1]!r} are the same, and no column "
+            "of a prompt says where the answer begins; correct or remove the row"
+        )
+    equal = (one == other for one, other in zip(chosen, rejected, strict=False))
+    return sum(itertools.takewhile(bool, equal))
+
+
+def _turns_of(record: Record, name: str, value: Any, role: str, field: str) -> list[Turn]:
+    """The turns of a column: a list of them, one alone, or the text of one with a role."""
+    if isinstance(value, str):
+        return [{"role": role, "content": _text_column(record, name, None)}]
+    where = f"{record.origin}: column {name!r}"
+    turns = [value] if isinstance(value, Mapping) else value
+    if not _expect(turns, list, f"{where} holds", "text, a turn or a list of turns"):
+        raise DataError(f"{where} holds an empty list; correct or remove the row")
+    found = []
+    for number, turn in enumerate(turns, start=1):
+        place = f"{record.origin}: turn {number} of {name!r}"
+        read = _parse_sharegpt if isinstance(turn, Mapping) and "from" in turn else _parse_message
+        found.append(read(_expect(turn, Mapping, f"{place} is", "an object"), place, field))
+    return found
 
 
 def _refuse_long(text: str, record: Record) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -14,7 +14,7 @@ from anygauge.config.schema import DataSection, SourceSection, TrainSection
 from anygauge.data.batches import Batches, Layout, RowBatches, Schedule
 from anygauge.data.cache import Cache, Entry, cache_folder, key_of
 from anygauge.data.encode import Counts, RowEncoder
-from anygauge.data.formats import detect_format, parse_all
+from anygauge.data.formats import detect_format, of_objective, parse_all
 from anygauge.data.order import split
 from anygauge.data.remote_files import describe_address, local_copy
 from anygauge.data.rows import (
@@ -72,20 +72,21 @@ def advice(rows: TokenizedRows | StreamedRows, data: DataSection) -> str | None:
     )
 
 
-def peek(data: DataSection, train: TrainSection | None = None) -> None:
+def peek(data: DataSection, train: TrainSection | None = None, *, pairs: bool = False) -> None:
     """Read the first rows only, so that a wrong column is reported before anything is started.
 
     Args:
         train: also look whether epochs can decide the end of the run.
+        pairs: whether the run's objective trains on them.
     """
     read_template(data.chat_template)
-    for field, source in (*_fields("train", data), *_fields("eval", data)):
+    for field, source in (*_fields("train", data, pairs), *_fields("eval", data, pairs)):
         records = first_records(source, PEEKED_ROWS, field, streaming=data.streaming)
         if data.on_bad_row == "raise":
             parse_all(records, detect_format(records[0], source, field), source, field)
     if train is None or train.steps is not None or data.packs or not data.streaming:
         return
-    for field, section in _fields("train", data):
+    for field, section in _fields("train", data, pairs):
         opened = open_source(section, field)
         if opened.count() is None:
             raise unknown_end(opened.name)
@@ -121,6 +122,7 @@ def prepare(
     first: int | None = None,
     rendering: Rendering = render_unbounded,
     memory: int | None = None,
+    pairs: bool = False,
 ) -> PreparedRows:
     """Read and tokenize all rows, or take them from the cache; with streaming, open the sources.
 
@@ -135,13 +137,14 @@ def prepare(
         first: prepare so many rows of each source alone, also with streaming; None: all.
         rendering: see `ChatTemplate`.
         memory: bytes for a process that tokenizes streamed rows; None: they are in this one.
+        pairs: whether the run's objective trains on them.
 
     Raises:
         RunFileError: settings that do not go together.
         ModelError: the tokenizer cannot be used.
     """
     with Cache(cache_folder(data.cache, os.environ), log, run) as cache:
-        work = _Preparer(data, tokenizer, seed, cache, log, first, rendering)
+        work = _Preparer(data, tokenizer, seed, cache, log, first, rendering, pairs)
         sources = work.open_sources("train")
         part: _Part = "kept" if data.eval_fraction else "all"
         streamed = data.streaming and first is None
@@ -203,11 +206,12 @@ class _Preparer:
     log: Log
     first: int | None
     rendering: Rendering
+    pairs: bool
 
     def open_sources(self, which: Literal["train", "eval"]) -> _Sources:
         """The sources of a field, and what makes tokens of their rows."""
         data, first, found = self.data, self.first, []
-        for field, section in _fields(which, data):
+        for field, section in _fields(which, data, self.pairs):
             # What is streamed leaves no copy on the disk, not even of its beginning.
             kept = None if data.streaming and is_remote(section.path) else self.cache
             limit = min(section.limit or first, first) if first else section.limit
@@ -288,11 +292,12 @@ class _Preparer:
         return DataError(f"none of the {rows} is left to use: {'; '.join(causes)}")
 
 
-def _fields(which: Literal["train", "eval"], data: DataSection) -> list[tuple[str, SourceSection]]:
+def _fields(
+    which: Literal["train", "eval"], data: DataSection, pairs: bool
+) -> Iterator[tuple[str, SourceSection]]:
     """The sources of one field, each with its place in the run file."""
     sources = data.train_sources if which == "train" else data.eval_sources
     listed = isinstance(getattr(data, which), list)
-    return [
-        (f"data.{which}[{number}]" if listed else f"data.{which}", source)
-        for number, source in enumerate(sources)
-    ]
+    for number, source in enumerate(sources):
+        field = f"data.{which}[{number}]" if listed else f"data.{which}"
+        yield field, of_objective(source, field, pairs=pairs)

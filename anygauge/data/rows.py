@@ -395,7 +395,7 @@ def _read_counts(table: Any, inside: NDArray[np.bool_] | slice = slice(None)) ->
     names = ("fate", "part", "length", "num_loss_tokens")
     fates, parts, whole, loss_tokens = (_column_array(table, name)[inside] for name in names)
     became = np.bincount(fates[parts <= 1], minlength=BAD + 1).tolist()
-    beyond = whole[np.isin(fates, (CUT, LONG))]
+    beyond = whole[np.isin(fates, (CUT, LONG)) & (parts <= 1)]
     lengths = _token_counts(table)[inside]
     return Counts(
         rows=sum(became),

@@ -205,7 +205,7 @@ class _Part:
 class StreamedBatches(Batches):
     """Training batches of a stream; see `Batches`.
 
-    `step`, `num_loss_tokens` and `real_tokens` raise a `DataError` where a row cannot be used.
+    `step`, `normalizer` and `real_tokens` raise a `DataError` where a row cannot be used.
     """
 
     def __init__(self, rows: StreamedRows, schedule: Schedule, layout: Layout, steps: int) -> None:
@@ -224,7 +224,7 @@ class StreamedBatches(Batches):
         turns = [[sequences[at] for at in turn] for turn in self._places]
         return self.layout.step(turns, max(map(tokens_of, sequences)))
 
-    def num_loss_tokens(self, index: int) -> int:
+    def normalizer(self, index: int) -> int:
         """See `Batches`."""
         part = self._part(index)
         if part.first > self._counted:

@@ -28,7 +28,7 @@ PARAMETER = "parameter"
 """The key of a trained tensor itself; other keys are the optimizer's, such as ``exp_avg``."""
 
 LossFunction: TypeAlias = "Callable[[Any], Tensor]"
-"""Outputs of the model -> loss summed over tokens, (); made of its input ``shift_labels``."""
+"""Outputs of the model -> summed loss, (); made of its input ``shift_labels``."""
 
 
 DeviceBatch: TypeAlias = "Mapping[str, Any]"
@@ -36,7 +36,8 @@ DeviceBatch: TypeAlias = "Mapping[str, Any]"
 them where it is to return its loss: (B, T) int64, the token that each position is to predict; -100
 where there is none. They are shifted already, so that a sequence can be cut anywhere. Those that
 are not -100 are loss tokens: an engine that steps on its own gradients counts its rank's there.
-Over all ranks that read other rows or positions they come to the step's `normalizer`."""
+Over all ranks that read other rows or positions they come to the step's `normalizer`; with
+`StrategyRun.pairs`, sequences two by two are pairs, and those with loss tokens come to it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,11 +103,11 @@ class Engine(Protocol):
         Args:
             batches: this rank's; each is moved to the device when it is taken.
             normalizer: the gradient is that of the loss, summed over all ranks, divided by this
-                number, the same on every rank: use it as it is given. It is the loss tokens
-                of the whole global batch. Where the loss is not finite, the gradient is not.
+                number, the same on every rank: use it as it is given. It is the loss tokens of the
+                whole global batch, or its pairs. Where the loss is not finite, the gradient is not.
 
         Returns:
-            Losses of this rank's batches, in their order: summed over tokens, () float32. They may
+            Losses of this rank's batches, in their order: each a sum, () float32. They may
             be on the device, where the loop leaves them until the next step was begun. Summed over
             all ranks they are the loss of the global batch, so they are zero where another rank of
             the same rows gives them.

@@ -1,4 +1,4 @@
-"""Hooks, and the specs that kernels, optimizers and trackers announce themselves with.
+"""Hooks, and the specs of kernels, objectives, optimizers and trackers.
 
 A plugin implements some of the hooks with `hookimpl` in a module named by an entry point. In
 ``pyproject.toml``::
@@ -24,7 +24,7 @@ from anygauge.interface.job import Job
 from anygauge.interface.node import Node
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
     from torch.optim import Optimizer
 
     from anygauge.interface.backend import Backend
@@ -34,8 +34,11 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KernelSpec",
+    "Objective",
+    "ObjectiveSpec",
     "OptimizerContext",
     "OptimizerSpec",
+    "PairScores",
     "RunStatus",
     "Tracker",
     "TrackerContext",
@@ -63,6 +66,11 @@ def anygauge_provide_kernels() -> Iterable[KernelSpec]:  # type: ignore[empty-bo
 @hookspec
 def anygauge_provide_launchers() -> Iterable[LauncherSpec]:  # type: ignore[empty-body]
     """Announce ways to start a job on one or many machines."""
+
+
+@hookspec
+def anygauge_provide_objectives() -> Iterable[ObjectiveSpec]:  # type: ignore[empty-body]
+    """Announce what training makes small. Imports no torch."""
 
 
 @hookspec
@@ -135,6 +143,57 @@ class KernelSpec:
     uses: tuple[str, ...] = ()
     plain: str = ""
     counterpart: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PairScores:
+    """How probable a model finds the answers of pairs; the first of each is the chosen one.
+
+    Attributes:
+        log_probs: of all tokens of an answer together, in nats; (N, 2) float32, below 0.
+        num_tokens: loss tokens of each answer, at least 1; (N, 2) float32.
+    """
+
+    log_probs: Tensor
+    num_tokens: Tensor
+
+
+class Objective(Protocol):
+    """The loss of pairs; made with an object of the class that `ObjectiveSpec.options` names."""
+
+    def __call__(self, policy: PairScores, reference: PairScores | None) -> Tensor:
+        """The loss of each pair by itself, (N,) float32: the step's is the mean over all ranks.
+
+        Args:
+            policy: of the model that is trained.
+            reference: of the same model with its adapter off, without gradients or dropout; None
+                where `ObjectiveSpec.reference` does not ask for it.
+        """
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ObjectiveSpec:
+    """How an objective announces itself.
+
+    Attributes:
+        factory: ``"package.module:Class"`` of an `Objective`. Rows are then pairs: a prompt, and a
+            chosen and a rejected answer to it. Empty: rows are of any format, and the loss is the
+            cross entropy of each of their loss tokens.
+        options: what the run file may say in ``objective_options``, as `BackendSpec.options`.
+        reference: it compares the model with itself without its adapter.
+    """
+
+    name: str
+    factory: str = ""
+    api_version: int
+    summary: str = ""
+    options: str = ""
+    reference: bool = False
+
+    @property
+    def pairs(self) -> bool:
+        """Whether its rows are pairs."""
+        return bool(self.factory)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

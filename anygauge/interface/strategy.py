@@ -181,6 +181,7 @@ class StrategyRun:
         optimizer: ``train.optimizer.name``.
         adapter: ``lora``; ``dora`` or ``taken`` where it begins with what is computed from the
             base's weights; empty where all weights are trained.
+        pairs: the loss is a function of whole sequences, two by two, not a sum over tokens.
         router_aux_loss: a mixture's routers have a loss of their own, made of a whole micro-batch.
         ranks_run_here: the packages of this machine are those that ranks will have.
         quantized: frozen linear layers hold codes, which cannot be cut like weights.
@@ -197,6 +198,7 @@ class StrategyRun:
     micro_batches: int = 1
     activations: Activations = field(default_factory=Activations)
     precision: Precision | None = None
+    pairs: bool = False
     router_aux_loss: bool = False
     ranks_run_here: bool = True
     quantized: bool = False

@@ -40,15 +40,19 @@ class ModelKernels:
     loss: LossKernel | None = None
 
 
-def install(model: nn.Module, kernels: ModelKernels) -> None:
-    """Put kernels into a model that has its adapter; with ``shift_labels`` it gives its loss."""
+def install(model: nn.Module, kernels: ModelKernels, *, by_sequence: bool = False) -> None:
+    """Put kernels into a model that has its adapter; with ``shift_labels`` it gives its loss.
+
+    Args:
+        by_sequence: see `return_loss`.
+    """
     if kernels.norm is not None:
         replace_norms(model, kernels.norm)
     if kernels.rope is not None:
         replace_rotations(model, kernels.rope)
     if kernels.lora is not None:
         fuse_lora(model, kernels.lora)
-    return_loss(model, kernels.loss)
+    return_loss(model, kernels.loss, by_sequence=by_sequence)
 
 
 def plain_norms(model: nn.Module) -> tuple[list[nn.Module], int]:

@@ -8,7 +8,7 @@ does to its logits afterwards must then be done in the kernel: see `logits_rule`
 from __future__ import annotations
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,20 +18,23 @@ IGNORE = -100
 """The label of a token that does not count."""
 
 _ROWS = "anygauge_loss_rows"
+_COUNTS = "anygauge_loss_counts"
 
 LossKernel = Callable[..., Tensor]
 """``linear_cross_entropy`` of `anygauge.interface.kernels`."""
 
 
-def state_loss_rows(labels: Tensor, rows: Tensor) -> None:
+def state_loss_rows(labels: Tensor, rows: Tensor, counts: Sequence[int]) -> None:
     """Note on (B, T) labels which of their B * T rows have a loss, as the host knows it.
 
     A kernel that skips the others would ask the device, and wait for its answer.
 
     Args:
         rows: (n,) int64 on the device, rising.
+        counts: how many of them each of the B sequences has.
     """
     setattr(labels, _ROWS, rows)
+    setattr(labels, _COUNTS, counts)
 
 
 class _PendingLoss:
@@ -40,13 +43,15 @@ class _PendingLoss:
     Attributes:
         targets: (B * T,); None: logits are wanted.
         rows: what `state_loss_rows` noted; None: nobody did.
+        counts: rows of each sequence, whose losses are wanted one by one; None: their sum is.
         low_rank: of an adapter of the output layer, on the way to it.
     """
 
-    def __init__(self, kernel: LossKernel) -> None:
-        self.kernel = kernel
+    def __init__(self, kernel: LossKernel, *, by_sequence: bool = False) -> None:
+        self.kernel, self.by_sequence = kernel, by_sequence
         self.targets: Tensor | None = None
         self.rows: Tensor | None = None
+        self.counts: Sequence[int] | None = None
         self.low_rank: tuple[Tensor, Tensor] | None = None
         self.loss: Tensor | None = None
 
@@ -55,27 +60,34 @@ class _PendingLoss:
         assert self.targets is not None
         rows = self.rows
 
-        def kept(each: Tensor) -> Tensor:
-            return each if rows is None else each.index_select(0, rows)
+        def kept(each: Tensor) -> Sequence[Tensor]:
+            each = each if rows is None else each.index_select(0, rows)
+            return [each] if self.counts is None else each.split(list(self.counts))
 
-        self.loss = self.kernel(
-            kept(hidden.reshape(-1, hidden.shape[-1])),
-            layer.weight,
-            kept(self.targets),
-            bias=layer.bias,
-            low_rank=self.low_rank and (kept(self.low_rank[0]), self.low_rank[1]),
-            ignore_index=IGNORE,
-            **({} if rows is None else {"skip_ignored": False}),
-        )
+        parts = kept(hidden.reshape(-1, hidden.shape[-1]))
+        low = kept(self.low_rank[0]) if self.low_rank else [None] * len(parts)
+        losses = [
+            self.kernel(
+                part,
+                layer.weight,
+                targets,
+                bias=layer.bias,
+                low_rank=self.low_rank and (below, self.low_rank[1]),
+                ignore_index=IGNORE,
+                **({} if rows is None else {"skip_ignored": False}),
+            )
+            for part, targets, below in zip(parts, kept(self.targets), low, strict=True)
+        ]
+        self.loss = losses[0] if self.counts is None else torch.stack(losses)
         if not layer.weight.requires_grad and (
             self.low_rank is None or not self.low_rank[1].requires_grad
         ):
             # Backward reads no weight: a strategy that shards it need not bring it back.
             return self.loss.new_zeros(1, 1, 1)
-        return (self.loss * 0).reshape(1, 1, 1)
+        return (self.loss.sum() * 0).reshape(1, 1, 1)
 
 
-def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
+def return_loss(model: Any, kernel: LossKernel | None = None, *, by_sequence: bool = False) -> None:
     """Let `model` return its loss, and no logits, whenever it is called with ``shift_labels``.
 
     Call it once adapters are in place. With shift_labels (B, T) int64, the token that each position
@@ -85,13 +97,15 @@ def return_loss(model: Any, kernel: LossKernel | None = None) -> None:
     Args:
         kernel: makes the loss in the output layer, with the model's `LogitsRule` bound to it. None:
             of the logits.
+        by_sequence: ``loss`` is that of each sequence by itself, (B,) float32.
     """
     causal = base_of(model)
     if kernel is None:
-        replace_forward(causal, _forward_with_logits(vars(causal).get("forward")))
+        usual = vars(causal).get("forward")
+        replace_forward(causal, _forward_with_logits(usual, by_sequence=by_sequence))
         return
     head: Any = causal.get_output_embeddings()
-    pending = _PendingLoss(kernel)
+    pending = _PendingLoss(kernel, by_sequence=by_sequence)
     if type(head) is nn.Linear:
         replace_forward(head, _layer_forward(pending))
     else:
@@ -109,8 +123,8 @@ def summed_cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
     """Sum of token losses in nats.
 
     Args:
-        logits: (B, T, V), any floating type.
-        targets: (B, T) int64, the token that each position predicts; -100 where there is no loss.
+        logits: (..., T, V), any floating type.
+        targets: (..., T) int64, the token that each position predicts; -100 where there is no loss.
 
     Returns:
         () float32. Zero, with a gradient path, where nothing has a loss.
@@ -135,14 +149,21 @@ def replace_forward(module: Any, forward: Callable[..., Any]) -> None:
     module.forward = types.MethodType(forward, module)
 
 
-def _forward_with_logits(replaced: Callable[..., Any] | None) -> Callable[..., Any]:
+def _forward_with_logits(
+    replaced: Callable[..., Any] | None, *, by_sequence: bool
+) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, shift_labels: Tensor | None = None, **kwargs: Any) -> Any:
         if replaced is None:
             outputs = type(self).forward(self, *args, **kwargs)
         else:
             outputs = replaced(*args, **kwargs)
         if shift_labels is not None:
-            outputs.loss = summed_cross_entropy(outputs.logits, shift_labels)
+            pairs = zip(outputs.logits, shift_labels, strict=True)
+            outputs.loss = (
+                torch.stack([summed_cross_entropy(*each) for each in pairs])
+                if by_sequence
+                else summed_cross_entropy(outputs.logits, shift_labels)
+            )
             outputs.logits = None
         return outputs
 
@@ -155,11 +176,15 @@ def _model_forward(pending: _PendingLoss) -> Callable[..., Any]:
             return type(self).forward(self, *args, **kwargs)
         pending.targets = shift_labels.reshape(-1)
         pending.rows = getattr(shift_labels, _ROWS, None)
+        if pending.by_sequence:
+            whole = [shift_labels.shape[1]] * shift_labels.shape[0]
+            pending.counts = getattr(shift_labels, _COUNTS, whole)
         try:
             outputs = type(self).forward(self, *args, **kwargs)
             loss = pending.loss
         finally:
-            pending.targets = pending.rows = pending.low_rank = pending.loss = None
+            pending.targets = pending.rows = pending.counts = None
+            pending.low_rank = pending.loss = None
         if loss is None:
             raise RuntimeError(f"{type(self).__name__} did not call its output layer")
         if outputs.logits.requires_grad:

@@ -164,6 +164,7 @@ class Stages:
             seed,
             log=self._events.message,
             rendering=self._rendering,
+            pairs=run.objective_spec.pairs,
         )
         reading(run=self._request.id, first=self._request.first)
         if section.streaming:

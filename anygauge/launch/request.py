@@ -130,7 +130,7 @@ def _check_without_backend(
         _refuse_secrets(run)
     elif look_at_files:
         check_paths(run)
-        peek(run.data, run.train)
+        peek(run.data, run.train, pairs=run.objective_spec.pairs)
     if launcher.spec.remote and run.backend == "auto":
         raise run.error(
             "backend",

@@ -40,8 +40,8 @@ class Facts:
         data: what became of the training rows, in words.
         result_step: the weights are those after it; None: those after the last.
         tokens: real tokens of all steps.
-        first_loss, final_loss: nats per loss token.
-        evaluations: records with step, name, eval_loss, eval_tokens.
+        first_loss, final_loss: nats per loss token, or pair.
+        evaluations: records with step, name, eval_loss, and eval_tokens or eval_pairs.
         curve: see `loss_curve`; "" for none.
         strategy: see `Strategy.description`.
         verified: `Verification.record`.
@@ -90,6 +90,7 @@ def run_card(run: RunFile, facts: Facts) -> str:
         place="" if _on_hub(model) else _BY_FOLDER,
         settings=_settings(run, facts),
         losses=_loss_rows(facts),
+        unit="pair" if run.objective_spec.pairs else "loss token",
         curve=facts.curve and curve.FILE,
         verified=_verification(facts.verified),
         versions=facts.versions,
@@ -217,6 +218,9 @@ def _settings(run: RunFile, facts: Facts) -> dict[str, str]:
         + f"; loss on: {run.data.loss_on}",
     }
     quantized = quantization(run.model)
+    if run.objective_spec.pairs:
+        options = _in_a_line({"name": run.objective, **run.objective_options})
+        found["objective"] = options
     if quantized is not None:
         found["base"] = f"quantized: {in_words(quantized)}"
     if run.adapter is not None:
@@ -282,10 +286,9 @@ def _in_a_line(fields: Mapping[str, Any]) -> str:
 def _loss_rows(facts: Facts) -> dict[str, str]:
     found = {"first step": f"{facts.first_loss:.4f}", "last step": f"{facts.final_loss:.4f}"}
     for record in facts.evaluations:
-        loss = record["eval_loss"]
-        found[f"`{record['name']}` after step {record['step']}"] = (
-            f"{loss:.4f} ({record['eval_tokens']:,} tokens{_perplexity(loss)})"
-        )
+        loss, pairs = record["eval_loss"], record.get("eval_pairs")
+        of = f"{pairs:,} pairs" if pairs else f"{record['eval_tokens']:,} tokens{_perplexity(loss)}"
+        found[f"`{record['name']}` after step {record['step']}"] = f"{loss:.4f} ({of})"
     return found
 
 

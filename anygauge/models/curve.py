@@ -22,7 +22,7 @@ def loss_curve(lines: Mapping[str, Points]) -> str:
     """The text of an SVG file; "" where there is nothing to draw a line through.
 
     Args:
-        lines: name -> (step, loss in nats per loss token), by step.
+        lines: name -> (step, loss in nats per loss token, or pair), by step.
     """
     drawn = {name: _average(points) for name, points in lines.items()}
     losses = [loss for points in drawn.values() for _, loss in points]

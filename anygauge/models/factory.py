@@ -16,13 +16,14 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from anygauge.config.schema import AdapterSection, ModelSection, RunFile
 from anygauge.config.sections import CheckpointingSection, recomputation
-from anygauge.interface import HOST_DEVICE, ModelError, PartFunction, UnsupportedError
+from anygauge.interface import HOST_DEVICE, ModelError, Objective, PartFunction, UnsupportedError
 from anygauge.kernels.install_kernels import ModelKernels, install
 from anygauge.models.adaptable_layers import freeze
 from anygauge.models.adapter import add_adapter, external_parameters, saved_modules
 from anygauge.models.conversion import Value, Weights, in_published_form, stored_buffers
 from anygauge.models.factors import changes_base
 from anygauge.models.model_files import LazyTensors, WeightFiles, check_shape, not_finite
+from anygauge.models.pair_loss import objective_of, return_pair_loss
 from anygauge.models.quantization import dequantizer, quantization
 from anygauge.models.quantized import QuantizedLinear, quantize_layers, quantized_layers
 from anygauge.models.recompute import recompute
@@ -51,6 +52,8 @@ class CausalModelFactory:
         router_aux_loss_coef: float = 0.0,
         trainable: Sequence[str] = (),
         frozen: Sequence[str] = (),
+        objective: Objective | None = None,
+        reference: bool = False,
     ) -> None:
         """Args:
         attention: a resolved implementation.
@@ -59,6 +62,7 @@ class CausalModelFactory:
         dtype: type of the adapter's factors.
         router_aux_loss_coef: of the loss that a mixture's routers have; 0: none.
         trainable, frozen: see `freeze`; where there is no adapter.
+        objective, reference: see `return_pair_loss`; None: the loss is that of tokens.
         """
         self.section = section
         self.adapter = adapter
@@ -77,6 +81,7 @@ class CausalModelFactory:
         self.trainable, self.frozen = trainable, frozen
         self.activations = recomputation(gradient_checkpointing)
         self._router_aux_loss_coef = router_aux_loss_coef
+        self._objective, self._reference = objective, reference
         self._weights: Weights | None = None
         self.first_factors: Mapping[str, Tensor] = {}
 
@@ -93,6 +98,8 @@ class CausalModelFactory:
             router_aux_loss_coef=run.train.router_aux_loss_coef,
             trainable=run.train.trainable,
             frozen=run.train.frozen,
+            objective=objective_of(run),
+            reference=run.objective_spec.reference,
         )
 
     def with_kernels(self, attention: str, kernels: ModelKernels | None) -> Self:
@@ -275,7 +282,9 @@ class CausalModelFactory:
         elif self.trainable or self.frozen:
             freeze(model, self.trainable, self.frozen)
         if self._kernels is not None:
-            install(model, self._kernels)
+            install(model, self._kernels, by_sequence=self._objective is not None)
+            if self._objective is not None:
+                return_pair_loss(model, self._objective, reference=self._reference)
             if self._router_aux_loss_coef:
                 add_router_loss(model, self._router_aux_loss_coef)
         return model

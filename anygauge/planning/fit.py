@@ -176,7 +176,7 @@ def most_bytes(run: RunFile, parts: int) -> int | None:
     length = run.data.max_length
     kept = _KEPT_OF_HIDDEN * wide + _KEPT_OF_INNER * inner * (experts + 1)
     kept += _KEPT_OF_SCORES * heads * length
-    tokens = run.train.sequences_at_once(parts) * length
+    tokens = run.train.sequences_at_once(parts) * length * (1 + run.objective_spec.pairs)
     return (
         _NUMBER * (whole + tokens * (layers * kept + _KEPT_OF_LOGITS * words)) + _TRAINED * trained
     )

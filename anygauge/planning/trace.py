@@ -117,7 +117,7 @@ class _Trace(TorchDispatchMode):
         if moment == self.moment:
             return
         self.moment = moment
-        self.entered.setdefault(moment, self.live)
+        self.entered[moment] = self.live
         self.most[moment] = max(self.most.get(moment, 0), self.live)
         self.work.setdefault(moment, Work())
 
@@ -250,7 +250,8 @@ def _watch(trace: _Trace, layers: list[nn.Module]) -> Iterator[None]:
 
     def watch(index: int, layer: nn.Module) -> None:
         def entering(_: nn.Module, args: Any) -> None:
-            if trace.moment[0] in (BEGIN, FORWARD):
+            # Of an objective with a reference, layers run twice.
+            if trace.moment[0] in (BEGIN, FORWARD) or (trace.moment[0] == LOSS and index == 0):
                 if index == 0 and args:
                     trace.embedded = args[0].untyped_storage().nbytes()
                 trace.enter((FORWARD, index))

@@ -12,6 +12,7 @@ from anygauge.interface import (
     BackendSpec,
     KernelSpec,
     LauncherSpec,
+    ObjectiveSpec,
     OptimizerSpec,
     StrategySpec,
     TrackerSpec,
@@ -23,13 +24,22 @@ BLOCK_VARIABLE = "ANYGAUGE_BLOCK_PLUGINS"
 AUTO = "auto"
 """The name that asks for a choice; no backend may bear it."""
 
-AnySpec = BackendSpec | KernelSpec | LauncherSpec | OptimizerSpec | StrategySpec | TrackerSpec
+AnySpec = (
+    BackendSpec
+    | KernelSpec
+    | LauncherSpec
+    | ObjectiveSpec
+    | OptimizerSpec
+    | StrategySpec
+    | TrackerSpec
+)
 SpecT = TypeVar("SpecT", bound=AnySpec)
 
 KINDS: Mapping[str, tuple[str, type[AnySpec]]] = {
     "anygauge_provide_backends": ("backend", BackendSpec),
     "anygauge_provide_kernels": ("kernel", KernelSpec),
     "anygauge_provide_launchers": ("launcher", LauncherSpec),
+    "anygauge_provide_objectives": ("objective", ObjectiveSpec),
     "anygauge_provide_optimizers": ("optimizer", OptimizerSpec),
     "anygauge_provide_strategies": ("strategy", StrategySpec),
     "anygauge_provide_trackers": ("tracker", TrackerSpec),
@@ -61,7 +71,7 @@ class Provided(Plugin, Generic[SpecT]):
 
     @property
     def kind(self) -> str:
-        """``backend``, ``kernel``, ``launcher``, ``optimizer``, ``strategy`` or ``tracker``."""
+        """A word of `KINDS`, such as ``backend``."""
         return next(kind for kind, spec in KINDS.values() if isinstance(self.spec, spec))
 
     @property

@@ -18,7 +18,7 @@ from typing import Any
 
 import pluggy
 
-from anygauge.interface import API_VERSION, BackendSpec, PluginError
+from anygauge.interface import API_VERSION, BackendSpec, ObjectiveSpec, PluginError
 from anygauge.interface import plugins as hooks
 from anygauge.interface.plugins import ENTRY_POINT_GROUP, PROJECT
 from anygauge.registry.load_plugins import (
@@ -172,7 +172,7 @@ def _check_spec(spec: Any, hook: str, kind: type[AnySpec], distribution: str) ->
         raise PluginError(f"{title}: a name is letters, digits, '.', '_' and '-'")
     for field, (form, example) in _PATHS.items():
         path = getattr(spec, field, "")
-        is_left_out = not path and field != "factory"
+        is_left_out = not path and (field != "factory" or isinstance(spec, ObjectiveSpec))
         if not (is_left_out or (isinstance(path, str) and form.fullmatch(path))):
             raise PluginError(f"{title}: {field} {path!r} must read {example!r}")
     if isinstance(spec, BackendSpec):

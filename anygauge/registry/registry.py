@@ -16,6 +16,7 @@ from anygauge.interface import (
     KernelSpec,
     Launcher,
     LauncherSpec,
+    ObjectiveSpec,
     OptimizerSpec,
     PluginError,
     Probe,
@@ -55,7 +56,8 @@ class Registry:
     """What the plugins of this machine provide. Holding one imports no backend and no torch.
 
     Attributes:
-        backends, kernels, launchers, optimizers, strategies, trackers: in a stable order; names
+        backends, kernels, launchers, objectives, optimizers, strategies, trackers: in a stable
+            order; names
             claimed twice are left out.
         duplicates: names that several plugins claim.
         failures: plugins that could not be loaded.
@@ -89,6 +91,7 @@ class Registry:
         self.backends: Sequence[Provided[BackendSpec]] = unique["backend"]
         self.kernels: Sequence[Provided[KernelSpec]] = unique["kernel"]
         self.launchers: Sequence[Provided[LauncherSpec]] = unique["launcher"]
+        self.objectives: Sequence[Provided[ObjectiveSpec]] = unique["objective"]
         self.optimizers: Sequence[Provided[OptimizerSpec]] = unique["optimizer"]
         self.strategies: Sequence[Provided[StrategySpec]] = unique["strategy"]
         self.trackers: Sequence[Provided[TrackerSpec]] = unique["tracker"]
@@ -142,6 +145,10 @@ class Registry:
             PluginError: there is no single launcher of this name, or it cannot be imported.
         """
         return load_factory(self.find_launcher(name))
+
+    def find_objective(self, name: str) -> Provided[ObjectiveSpec]:
+        """See `find_backend`."""
+        return self._find("objective", name, self.objectives)
 
     def find_optimizer(self, name: str) -> Provided[OptimizerSpec]:
         """See `find_backend`."""

@@ -63,6 +63,7 @@ def _load_attribute(provided: Provided[Any], field: str) -> Any:
 OPTIONS_AT = {
     "backend": "backend_options",
     "launcher": "launch.options",
+    "objective": "objective_options",
     "tracker": "tracker_options.{}",
 }
 """Where a run file has the options of each kind of plugin; `config` reads those of strategies."""

@@ -110,7 +110,7 @@ def one_step(run: PreparedRun, index: int) -> None:
 
     loop, section = run.loop, run.loop.settings
     batches = LazyBatches(loop.batches.step(index), loop.to_device)
-    loop.engine.run_step(batches, loop.loss_function, loop.batches.num_loss_tokens(index))
+    loop.engine.run_step(batches, loop.loss_function, loop.batches.normalizer(index))
     lr = learning_rate(index, loop.batches.steps, section.optimizer.lr, section.schedule)
     loop.engine.update(lr, section.max_grad_norm)
 

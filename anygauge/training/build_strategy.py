@@ -25,7 +25,7 @@ from anygauge.models.factors import changes_base
 from anygauge.models.quantization import quantization
 from anygauge.models.warm_start import whole_modules
 from anygauge.registry import Registry, missing_of
-from anygauge.registry.specs import load_factory
+from anygauge.registry.specs import load_factory, read_options
 from anygauge.training.optimizers import PAGED_MEMORY
 
 FP8 = "fp8_products"
@@ -97,6 +97,7 @@ def check_strategy(
         AnygaugeError: says what the strategy cannot do, and what to change.
     """
     spec = registry.find_strategy(run.strategy.name).spec
+    check_objective(run, registry)
     check_ranks(spec, world_size, registry)
     if ranks_run_here:
         check_installed(spec, registry)
@@ -117,6 +118,7 @@ def check_strategy(
             adapter=adapter_kind(run.adapter),
             micro_batches=micro_batches,
             precision=precision,
+            pairs=run.objective_spec.pairs,
             router_aux_loss=run.train.router_aux_loss_coef > 0,
             ranks_run_here=ranks_run_here,
             quantized=run.model.quantize is not None,
@@ -132,6 +134,46 @@ def check_strategy(
     for capability, (field, instead) in optimizer.needs(run.train.optimizer).items():
         _require(backend, capability, field, instead)
     check_quantized(run, backend, ranks_run_here=ranks_run_here)
+
+
+def check_objective(run: RunFile, registry: Registry) -> None:
+    """Raises: RunFileError: another field does not go with the objective; names all such fields."""
+    provided = registry.find_objective(run.objective)
+    with run.locate_errors():
+        read_options(provided, run.objective_options)
+    name, said = run.objective, {}
+    if provided.spec.reference and run.adapter is None:
+        said["objective"] = (
+            f"{name} compares the model with itself without its adapter, and the run has no "
+            "adapter; add an adapter section, or use an objective without a reference, such as orpo"
+        )
+    elif provided.spec.reference and run.adapter is not None and changes_base(run.adapter.init):
+        said["adapter.init"] = (
+            f"{run.adapter.init} takes the first factors out of the base's weights, so the model "
+            f"without its adapter is not the base, with which {name} compares; set it to true"
+        )
+    new = run.model.new_tokens or run.model.new_special_tokens
+    for field, there in (("adapter.modules_to_save", whole_modules(run.adapter)), ("model", new)):
+        if provided.spec.reference and run.adapter is not None and there:
+            said[field] = (
+                f"objective {name}: its reference was tried without whole modules and new tokens "
+                "alone; train those in a run before (objective: sft), and merge it"
+            )
+    if provided.spec.pairs:
+        off = {
+            "data.packing": (run.data.packs, "a sequence holds one answer of a pair"),
+            "data.streaming": (run.data.streaming, "pairs are tokenized before the run"),
+            "train.router_aux_loss_coef": (
+                run.train.router_aux_loss_coef > 0,
+                "the routers' loss is a mean over tokens, that of pairs is not",
+            ),
+            "precision.fp8": (run.precision.fp8, "nobody has tried products in FP8 with pairs"),
+        }
+        for field, (given, why) in off.items():
+            if given:
+                said[field] = f"objective {name}: {why}; leave it out"
+    if said:
+        raise run.errors(said.items())
 
 
 def adapter_kind(adapter: AdapterSection | None) -> str:
@@ -305,7 +347,7 @@ def workload_of(
         world_size=world_size,
         rank=rank,
         share=share,
-        micro_batch=micro_batch,
+        micro_batch=micro_batch * (1 + run.objective_spec.pairs),
         accumulation=accumulation(run.train.global_batch_size, micro_batch, share.count),
         length=run.data.max_length,
         max_norm=run.train.max_grad_norm,

@@ -24,7 +24,7 @@ EVAL = "eval"
 """The name of an evaluation of all rows; that of one source is ``eval/NAME``."""
 
 EvaluationSources = Mapping[str, tuple[Iterable[MicroBatch], int]]
-"""Name of a source -> this rank's batches, and the loss tokens over all ranks."""
+"""Name of a source -> this rank's batches, and what the loss over all ranks is divided by."""
 
 
 def evaluation_sources(rows: TokenizedRows, data: DataSection, layout: Layout) -> EvaluationSources:
@@ -35,11 +35,12 @@ def evaluation_sources(rows: TokenizedRows, data: DataSection, layout: Layout) -
         stem = Path(path).stem
         numbered = chain([stem], (f"{stem}-{number}" for number in count(2)))
         names.append(next(name for name in numbered if name not in names))
-    return {
-        name: (EvaluationBatches(each, layout), each.report.num_loss_tokens)
+    found = {
+        name: EvaluationBatches(each, layout)
         for name, each in zip(names, rows.by_source(), strict=True)
         if len(each)
     }
+    return {name: (batches, batches.normalizer) for name, batches in found.items()}
 
 
 def early_stop(

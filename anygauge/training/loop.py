@@ -1,10 +1,10 @@
 """The loop: the same for every device and every strategy.
 
-One step is: this rank's micro-batches -> device -> `Engine.run_step` (loss per token over the whole
-global batch) -> `Engine.update` -> metrics. The next micro-batches are laid out by a thread, and
-metrics are read while the device does the next step, so that it waits for neither. What differs
-between devices is behind `Backend`, what differs between strategies behind `Engine`; there is no
-branch on either here.
+One step is: this rank's micro-batches -> device -> `Engine.run_step` (loss per token, or pair, of
+the whole global batch) -> `Engine.update` -> metrics. The next micro-batches are laid out by a
+thread, and metrics are read while the device does the next step, so that it waits for neither. What
+differs between devices is behind `Backend`, what differs between strategies behind `Engine`; there
+is no branch on either here.
 """
 
 from __future__ import annotations
@@ -85,11 +85,11 @@ class Loop:
             for index in self.profiler.over(range(self.start, steps)):
                 self.progress.enter(f"step {index + 1}, forward and backward")
                 pending.begin()
-                tokens = self._loss_tokens(index)
+                normalizer = self._normalizer(index)
                 batches = ahead.get(index)
                 lr = learning_rate(index, steps, self.settings.optimizer.lr, self.settings.schedule)
-                loss_sums, update = self._train_on(index, batches, tokens, lr)
-                pending.add(index, batches, tokens, lr, loss_sums, update)
+                loss_sums, update = self._train_on(index, batches, normalizer, lr)
+                pending.add(index, batches, normalizer, lr, loss_sums, update)
                 done, last = index + 1, index + 1 == steps
                 due = last or update.skipped or self._due(done) or checkpoints.due(done)
                 stop = pending.read(but=0 if due else pending.ahead)
@@ -109,24 +109,24 @@ class Loop:
         return early_stop(self.logger.history.evaluations, self.settings.early_stopping)
 
     def _train_on(
-        self, index: int, batches: Sequence[MicroBatch], tokens: int, lr: float
+        self, index: int, batches: Sequence[MicroBatch], normalizer: int, lr: float
     ) -> tuple[Sequence[torch.Tensor], UpdateResult]:
         """Run a step and update; a step without loss tokens changes nothing."""
-        if not tokens:
+        if not normalizer:
             return (), UpdateResult(grad_norm=torch.zeros(()), skipped=False)
         run_step = self.to_device.run_step
-        loss_sums = run_step(self.engine, index, batches, self.loss_function, tokens)
+        loss_sums = run_step(self.engine, index, batches, self.loss_function, normalizer)
         self.progress.enter(f"step {index + 1}, update")
         return loss_sums, self.engine.update(lr, self.settings.max_grad_norm)
 
-    def _loss_tokens(self, index: int) -> int:
-        """Loss tokens of a step over all ranks.
+    def _normalizer(self, index: int) -> int:
+        """Loss tokens, or pairs, of a step over all ranks.
 
         Raises:
             DataError: a streamed row cannot be used; what was trained before is in a checkpoint.
         """
         try:
-            return self.batches.num_loss_tokens(index)
+            return self.batches.normalizer(index)
         except DataError as error:
             # All ranks meet a bad row, but the network may have failed one of several alone.
             if not isinstance(error, DataAccessError) or self.logger.world_size == 1:
@@ -143,21 +143,21 @@ class Loop:
         return done == self.batches.steps or bool(every and done % every == 0)
 
     def evaluate(self, done: int) -> float | None:
-        """Mean loss per loss token of the evaluation rows, after `done` steps; None without rows.
+        """Mean loss per loss token, or pair, of the evaluation rows; None without rows.
 
         Where they come from several sources, the loss of each is recorded as well.
         """
         self.progress.enter(f"evaluation after step {done}")
-        own, tokens = [], [tokens for _, tokens in self.evaluations.values()]
+        own, counts = [], [count for _, count in self.evaluations.values()]
         for batches, _ in self.evaluations.values():
             sums = self.engine.evaluate(map(self.to_device, batches), self.loss_function)
             own.append(float(sum(sums)))
         if not own:
             return None
         totals = self.backend.collectives.sum_on_host(own)
-        loss = sum(totals) / sum(tokens)
-        self.logger.evaluation(done, EVAL, loss, sum(tokens))
+        loss = sum(totals) / sum(counts)
+        self.logger.evaluation(done, EVAL, loss, sum(counts))
         if len(totals) > 1:
-            for name, total, count in zip(self.evaluations, totals, tokens, strict=True):
+            for name, total, count in zip(self.evaluations, totals, counts, strict=True):
                 self.logger.evaluation(done, f"{EVAL}/{name}", total / count, count)
         return loss

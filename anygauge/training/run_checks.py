@@ -208,7 +208,13 @@ class RunChecks:
             found.notes.append("the ranks will read the rows of the hub and of other machines")
             return
         data = prepare(
-            run.data, tokenizer, run.train.seed, log=self.log, run=self.id, rendering=self.rendering
+            run.data,
+            tokenizer,
+            run.train.seed,
+            log=self.log,
+            run=self.id,
+            rendering=self.rendering,
+            pairs=run.objective_spec.pairs,
         )
         found.data = describe_rows(data.train)
         found.advice = advice(data.train, run.data) or ""

@@ -189,6 +189,7 @@ def prepare_run(
         log=rank.events.message,
         run=job.id,
         memory=share_of_memory(job.launch.devices),
+        pairs=run.objective_spec.pairs,
     )
     mixed = packed_in_words(run.data) if not run.data.isolates else ""
     rank.log(f"data: {describe_rows(data.train)}{mixed}")
@@ -274,6 +275,8 @@ def prepare_run(
         + (f"; products keep {bits} bits of each factor" if shortened else "")
     )
     rank.log(f"kernels: {plan.describe()}")
+    if run.objective_spec.reference:
+        rank.log(f"objective: {run.objective}; the reference is the base without the adapter")
     peak = backend.placement.peak_flops(precision.param_dtype)
     moving: dict[str, Any] = {
         "backend": backend,

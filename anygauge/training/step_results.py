@@ -59,7 +59,7 @@ class StepResult:
     Attributes:
         origins: of the rows of each micro-batch.
         padded_tokens: of its micro-batches on this rank, padding among them.
-        num_loss_tokens: over all ranks.
+        normalizer: see `Batches.normalizer`.
         on_host, copied: a loss for each micro-batch, and the norm of the gradient: those that the
             engine has on the host, by place, and the others.
         counted: by the logger, when the device was given the step; None: when it is read.
@@ -69,7 +69,7 @@ class StepResult:
     index: int
     origins: Sequence[Sequence[str]]
     padded_tokens: int
-    num_loss_tokens: int
+    normalizer: int
     lr: float
     skipped: bool
     on_host: Mapping[int, Tensor]
@@ -140,7 +140,7 @@ class PendingSteps:
         self,
         index: int,
         batches: Sequence[MicroBatch],
-        num_loss_tokens: int,
+        normalizer: int,
         lr: float,
         loss_sums: Sequence[Tensor],
         update: UpdateResult,
@@ -156,7 +156,7 @@ class PendingSteps:
                 index=index,
                 origins=[batch.origins for batch in batches],
                 padded_tokens=sum(batch.input_ids.numel() for batch in batches),
-                num_loss_tokens=num_loss_tokens,
+                normalizer=normalizer,
                 lr=lr,
                 skipped=update.skipped,
                 on_host=on_host,
@@ -195,7 +195,7 @@ class PendingSteps:
         check_finite(step, total, losses, norm, self._collectives)
         self.logger.step(
             step,
-            loss=total / step.num_loss_tokens if step.num_loss_tokens else None,
+            loss=total / step.normalizer if step.normalizer else None,
             grad_norm=norm,
             padded_tokens=int(padded_tokens),
             seconds=self._duration(step),
@@ -428,7 +428,7 @@ class MetricsLogger:
         """Record one optimizer step.
 
         Args:
-            loss: nats per loss token; None where the step had none.
+            loss: nats per loss token, or pair; None where the step had none.
             padded_tokens: in the batches of all ranks, padding among them.
             seconds: wall clock of the step.
         """
@@ -445,7 +445,7 @@ class MetricsLogger:
             "lr": step.lr,
             "epoch": round(self.batches.epoch(step.index), 6),
             "tokens": tokens,
-            "num_loss_tokens": step.num_loss_tokens,
+            f"num_{self.unit}": step.normalizer,
             "padding": round(1 - tokens / padded_tokens, 6),
             "seconds": seconds,
             "tokens_per_s": tokens / seconds,
@@ -476,17 +476,26 @@ class MetricsLogger:
         self.trackers.log(done, {f"train/{name}": v for name, v in metrics.items()})
         self._system_samples()
 
-    def evaluation(self, step: int, name: str, loss: float, tokens: int) -> None:
-        """Record one evaluation after `step` steps; `loss` in nats per loss token."""
-        record = {"step": step, "name": name, "eval_loss": loss, "eval_tokens": tokens}
+    @property
+    def unit(self) -> str:
+        """What a loss is the mean over, as metrics name it."""
+        return "pairs" if self.batches.layout.pairs else "loss_tokens"
+
+    def evaluation(self, step: int, name: str, loss: float, count: int) -> None:
+        """Record one evaluation after `step` steps; `loss` in nats per loss token, or pair."""
+        counted = f"eval_{self.unit.removeprefix('loss_')}"
+        record = {"step": step, "name": name, "eval_loss": loss, counted: count}
         self.history.evaluations.append(record)
         if self._file is None:
             return
         self._note_memory("training")
-        perplexity = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
-        self._write({**record, "perplexity": perplexity})
-        self.events.send("evaluation", **json_values(record), perplexity=json_values(perplexity))
-        self.trackers.log(step, {f"{name}/loss": loss, f"{name}/perplexity": perplexity})
+        derived = {}
+        if not self.batches.layout.pairs:
+            derived["perplexity"] = math.exp(loss) if loss < LARGEST_EXPONENT else math.inf
+        self._write({**record, **derived})
+        self.events.send("evaluation", **json_values({**record, **derived}))
+        shown = {"loss": loss, **derived}
+        self.trackers.log(step, {f"{name}/{key}": value for key, value in shown.items()})
         self._system_samples()
 
     def _system_samples(self) -> None:

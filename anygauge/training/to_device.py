@@ -63,7 +63,8 @@ class ToDevice:
         self.shapes.add(tuple(inputs["input_ids"].shape))
         labels = moved["shift_labels"][:, self.share.positions(mask.shape[1])]
         if batch.loss_rows is not None:
-            state_loss_rows(labels, placement.to_device(batch.loss_rows))
+            rows = placement.to_device(batch.loss_rows)
+            state_loss_rows(labels, rows, batch.loss_counts)
         if self.routed:
             inputs["tokens"] = mask
         return {**inputs, "shift_labels": labels}

@@ -135,6 +135,7 @@ def refusal(values: dict[str, Any]) -> str:
     try:
         run = load_run_file("run.yaml")
         read_options(registry.find_launcher(run.launch.launcher), run.launch.options)
+        read_options(registry.find_objective(run.objective), run.objective_options)
         names = [one.spec.name for one in registry.backends]
         # `auto` is the backend of some machine, and its options are of one backend.
         chosen = names if run.backend == AUTO else [run.backend]
@@ -205,6 +206,7 @@ def test_what_a_schema_cannot_say_is_of_a_block() -> None:
 
 VALUES: tuple[Any, ...] = (None, True, 3, 0.5, "x", "", [None], {})
 CHOSEN = {"strategy": "strategy", "backend": "backend", "launcher": "launch", "tracker": "trackers"}
+CHOSEN |= {"objective": "objective"}
 BASE: dict[str, Any] = {"model": {"name": "m"}, "data": {"train": {"path": "rows.jsonl"}}}
 CHECKED_BY_CODE = (
     "is not a path",  # empty

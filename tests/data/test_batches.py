@@ -2,7 +2,6 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from anygauge.config.schema import DataSection, SourceSection, TrainSection
+from anygauge.config.schema import DataSection, RunFile, SourceSection, TrainSection
 from anygauge.data import EvaluationBatches, Layout, Schedule, accumulation, prepare
 from anygauge.data.batches import IGNORE_INDEX, RowBatches, measure_padding, pack
 from anygauge.data.order import packing_order
@@ -148,7 +147,7 @@ def test_ranks_divide_a_step_and_do_not_decide_what_is_in_it(
         check_widths(parts, shapes, packing, alone=world == 1)
         assert tuple(origin for part in parts for origin in part.origins) == together.origins
         tokens = sum(part.num_loss_tokens for part in parts)
-        assert tokens == together.num_loss_tokens == whole.num_loss_tokens(index)
+        assert tokens == together.num_loss_tokens == whole.normalizer(index)
         assert sum(part.tokens for part in parts) == whole.real_tokens(index)
     with pytest.raises(IndexError):
         whole.step(whole.steps)
@@ -227,7 +226,7 @@ def test_the_fingerprint_tells_data_and_order_but_not_ranks(tokenized):
 def test_each_kind_of_packing_has_a_layout():
     for packing, kind in ((False, False), ("isolate", True), ("concatenate", "concatenate")):
         data = DataSection(train=SourceSection(path="x"), packing=packing)
-        run = SimpleNamespace(data=data, train=TrainSection())
+        run = RunFile(model={"name": "x"}, data=data)
         assert Layout.of(run, Share(0, 1), PAD, STATIC).packing == kind
 
 

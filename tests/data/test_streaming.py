@@ -117,7 +117,7 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
 
     made = make(rows := KnownRows(lengths, size))
     assert made.steps == steps
-    found = [(origins(made, at), made.num_loss_tokens(at)) for at in range(steps)]
+    found = [(origins(made, at), made.normalizer(at)) for at in range(steps)]
     assert all(origins for origins, _ in found)
     read = Counter(int(origin) for origins, _ in found for origin in origins)
     assert read == {row: epochs for row, length in enumerate(lengths) if length}
@@ -131,7 +131,7 @@ def test_packs_hold_every_row_once_an_epoch_and_no_step_is_empty(
         resumed = make(rows := KnownRows(lengths, size))
         resumed.resume(state)
         for at in range(done, steps):
-            assert (origins(resumed, at), resumed.num_loss_tokens(at)) == found[at]
+            assert (origins(resumed, at), resumed.normalizer(at)) == found[at]
         assert rows.read[:1] in ([], [state.get("block", 0)]), "no block before is read"
 
 
@@ -143,7 +143,7 @@ def test_blocks_are_read_once_though_steps_are_asked_for_early_and_late():
     made = packed(rows, global_batch=1, steps=40)
     for index in range(40):
         made.step(min(index + 3, 39))
-        assert made.num_loss_tokens(index) == 4
+        assert made.normalizer(index) == 4
         assert made.real_tokens(max(index - 1, 0)) == 5
         assert made.state(index)["block"] == index - 1 if index else not made.state(index)
     assert rows.read == list(range(40)), "and none after the last step"
@@ -153,7 +153,7 @@ def test_a_checkpoint_can_be_written_before_a_block_that_cannot_be_read(batches,
     fields = {"packing": True, "shuffle_buffer": 4, "settings": {"steps": 9}}
     made = batches(train=source(BAD), **fields)
     with pytest.raises(DataError, match=SAID):
-        [made.num_loss_tokens(index) for index in range(9)]
+        [made.normalizer(index) for index in range(9)]
     assert made.state(2) == {"first_step": 1, "epoch": 0, "block": 1}
     resumed = batches(train=source('{"text": "a"}\n' * 9), **fields)
     resumed.resume(made.state(2))
@@ -165,10 +165,10 @@ def test_a_wrong_row_ends_its_step_on_every_rank(batches, source, rank):
     fields = {"train": source(BAD), "shuffle": False, "settings": {"steps": 3}}
     made = batches(world=2, rank=rank, **fields)
     made.step(1)
-    for ask in (made.step, made.step, made.num_loss_tokens):
+    for ask in (made.step, made.step, made.normalizer):
         with pytest.raises(DataError, match=SAID):
             ask(2)
-    assert made.num_loss_tokens(1) > 0, "steps before it can be asked for still"
+    assert made.normalizer(1) > 0, "steps before it can be asked for still"
 
 
 @pytest.mark.parametrize("settings", [{"epochs": 2.3}, {"steps": 9}])
@@ -178,7 +178,7 @@ def test_without_shuffling_streamed_steps_are_the_prepared_ones(batches, setting
     assert streamed.steps == prepared.steps
     for index in range(streamed.steps):
         assert content(streamed, index) == content(prepared, index)
-        for of_step in ("num_loss_tokens", "real_tokens", "epoch"):
+        for of_step in ("normalizer", "real_tokens", "epoch"):
             assert getattr(streamed, of_step)(index) == getattr(prepared, of_step)(index)
 
 
@@ -239,7 +239,7 @@ def test_epochs_need_a_number_of_rows(batches, counting):
     with pytest.raises(DataError, match=r"ends after 23 rows, but .* promises 40; set limit to 23"):
         too_many = batches(train=SourceSection(path=str(counting), limit=40))
         for index in range(too_many.steps):
-            too_many.num_loss_tokens(index)
+            too_many.normalizer(index)
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_ranks_divide_streamed_steps(batches, packing, world, micro, monkeypatch
         assert sum((batch.origins for batch in parts), ()) == together.origins
         assert sum(batch.num_loss_tokens for batch in parts) == together.num_loss_tokens
         for each in (whole, *ranks):
-            assert each.num_loss_tokens(index) == together.num_loss_tokens
+            assert each.normalizer(index) == together.num_loss_tokens
             assert each.real_tokens(index) == together.tokens
     assert {str(rank.rows.report) for rank in ranks} == {str(whole.rows.report)}
     assert {start for _, start in starts} == {0} and max(starts.values()) <= 2
@@ -280,7 +280,7 @@ def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source)
     (batch,) = made.step(0)
     assert sorted(origin.rpartition(":")[2] for origin in batch.origins) == ["1", "3 (part 1)", "4"]
     assert batch.input_ids.shape == (4, 16)
-    assert (made.real_tokens(0), made.num_loss_tokens(0)) == (batch.tokens, batch.num_loss_tokens)
+    assert (made.real_tokens(0), made.normalizer(0)) == (batch.tokens, batch.num_loss_tokens)
     counts = made.rows.counts
     assert (counts.rows, counts.used, counts.sequences) == (4, 3, 3)
     assert (counts.dropped_empty, counts.truncated) == (1, 1)
@@ -290,21 +290,21 @@ def test_what_yields_nothing_is_a_dummy_and_what_is_long_is_cut(batches, source)
 def test_a_step_may_hold_nothing_to_learn_but_packs_do(batches, source):
     empty = {"prompt": "x", "completion": ""}
     made = batches(train=source([empty] * 5), settings={"steps": 2})
-    assert (made.num_loss_tokens(0), made.real_tokens(0)) == (0, 0)
+    assert (made.normalizer(0), made.real_tokens(0)) == (0, 0)
     assert [batch.tokens for batch in made.step(0)] == [0, 0]
     packs = batches(train=source([empty] * 5), packing=True, settings={"steps": 2})
     with pytest.raises(DataError, match=r"none of the rows of .* holds anything to learn; see"):
-        packs.num_loss_tokens(0)
+        packs.normalizer(0)
     late = source([empty] * 5 + [{"prompt": "x", "completion": "y"}])
     packs = batches(train=late, packing=True, shuffle_buffer=2, settings={"steps": 2})
-    assert packs.num_loss_tokens(0) == packs.num_loss_tokens(1) > 0
+    assert packs.normalizer(0) == packs.normalizer(1) > 0
 
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_wrong_rows_that_are_skipped_are_counted_and_named(batches, source, packing):
     made = batches(train=source(BAD, limit=12), packing=packing, on_bad_row="skip")
     read = {at for index in range(made.steps) for at in origins(made, index)}
-    assert all(made.num_loss_tokens(index) for index in range(made.steps))
+    assert all(made.normalizer(index) for index in range(made.steps))
     counts = made.rows.counts
     assert (counts.rows, counts.used, counts.skipped, len(read)) == (12, 11, 1, 11)
     assert "; 1 skipped as bad" in made.rows.report

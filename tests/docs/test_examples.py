@@ -13,7 +13,7 @@ import yaml
 
 from anygauge.cli import COMMANDS, run
 from anygauge.data import first_records
-from anygauge.data.formats import Row, detect_format, parse
+from anygauge.data.formats import AnswerPair, Row, detect_format, of_objective, parse
 from anygauge.interface import AnygaugeError
 from anygauge.launch.request import read_request
 from anygauge.registry import BLOCK_VARIABLE
@@ -68,6 +68,8 @@ def put_rows(source: Any) -> None:
     if source.get("format") == "messages":
         said = (("user", asked), ("assistant", answered))
         row = {"messages": [{"role": role, "content": content} for role, content in said]}
+    if "objective" in source:
+        row = {"prompt": asked, "chosen": answered, "rejected": "3"}
     Path(source["path"]).write_text(f"{json.dumps(row)}\n" * 40)
 
 
@@ -75,15 +77,18 @@ def put_rows(source: Any) -> None:
 def test_run_files_describe_a_run(block: Block, tmp_path: Path) -> None:
     known = {b.option("file") or "": b for b in marked("run-file")}
     path = write_run_file(block, tmp_path, known)
-    source = yaml.safe_load(block.text)["data"]["train"]
-    put_rows({"prompt": "prompt", "completion": "completion", **source,
+    text = yaml.safe_load(block.text)
+    source = text["data"]["train"]
+    put_rows({**text, "prompt": "prompt", "completion": "completion", **source,
               "path": tmp_path / source["path"]})  # fmt: skip
     request = read_request(path, [], {"backend": "cpu"}, need_device=True)
     assert request.job.backend == "cpu"
-    source = request.run.data.train
+    pairs = request.run.objective_spec.pairs
+    source = of_objective(request.run.data.train, "data.train", pairs=pairs)
     records = first_records(source, 40, "data.train")
     assert len(records) == 40
     row = parse(records[0], detect_format(records[0], source, "data.train"), source, "data.train")
+    row = row.chosen if isinstance(row, AnswerPair) else row
     if isinstance(row, Row):
         prompt, answer = row.prompt, row.text
     else:

@@ -262,10 +262,11 @@ def test_a_run_states_the_rows_that_have_a_loss(
     """Else the loss asks the device for them in each micro-batch, and waits."""
     stated: list[bool] = []
 
-    def noting(labels: torch.Tensor, rows: torch.Tensor) -> None:
+    def noting(labels: torch.Tensor, rows: torch.Tensor, counts: tuple[int, ...]) -> None:
         wanted = (labels.flatten() != -100).nonzero().squeeze(1)
         stated.append(torch.equal(rows, wanted))
-        state_loss_rows(labels, rows)
+        stated.append(counts == tuple((labels != -100).sum(dim=1).tolist()))
+        state_loss_rows(labels, rows, counts)
 
     monkeypatch.setattr("anygauge.training.to_device.state_loss_rows", noting)
     train = {"steps": 2, "global_batch_size": 4, "micro_batch_size": 2}

@@ -176,9 +176,9 @@ def test_no_rank_waits_for_others_where_the_network_failed_it_alone(
 ) -> None:
     loop = mock.Mock(start=0)
     loop.logger.world_size = ranks
-    loop.batches.num_loss_tokens.side_effect = error("x")
+    loop.batches.normalizer.side_effect = error("x")
     with pytest.raises(error):
-        Loop._loss_tokens(loop, 3)
+        Loop._normalizer(loop, 3)
     assert loop.checkpoints.save_before_error.called is loop.pending.read.called is saved
 
 
@@ -237,7 +237,7 @@ def check(sums: list[float], norm: float, *, skipped: bool = False) -> None:
         index=6,
         origins=[("rows:1", "rows:2"), ("rows:3",)],
         padded_tokens=6,
-        num_loss_tokens=2,
+        normalizer=2,
         lr=0.1,
         skipped=skipped,
         on_host={},

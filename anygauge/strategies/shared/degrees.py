@@ -195,6 +195,12 @@ def check_degrees(run: StrategyRun, strategy: str = "ddp") -> None:
             "weights before it reads them. Set adapter.init: true, or use strategy.name: zero, ddp "
             "or single without degrees"
         )
+    if run.pairs and divided:
+        raise UnsupportedError(
+            "objective: the loss of pairs needs the scores of whole sequences from the whole "
+            f"model, but under {divided[0]} no rank has them. Set {divided[0]}: 1 (strategy.name: "
+            "fsdp or zero shards weights)"
+        )
     if run.router_aux_loss and divided:
         raise UnsupportedError(
             "train.router_aux_loss_coef: the routers' loss needs all layers and tokens of a "

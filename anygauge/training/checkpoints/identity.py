@@ -63,6 +63,7 @@ def identity_of_file(run: RunFile) -> dict[str, Any]:
         ]
         or None,
         "model.quantize": None if asked is None else asked.model_dump(mode="json"),
+        "objective": [run.objective, run.objective_options] if run.objective_spec.pairs else None,
         "train.trainable": run.train.trainable or None,
         "train.frozen": run.train.frozen or None,
         "train.seed": run.train.seed,
