@@ -60,8 +60,8 @@ def rank_of_world() -> tuple[int, int]:
 
 
 def optimizer_section(**fields: Any) -> OptimizerSection:
-    """The section ``train.optimizer`` of a run file."""
-    return OptimizerSection.model_validate(fields)
+    """The section ``train.optimizer`` of a run file; fields of None are left out."""
+    return OptimizerSection.model_validate({k: v for k, v in fields.items() if v is not None})
 
 
 def strategy_of(
