@@ -14,6 +14,8 @@ from jinja2 import Environment
 from anygauge.cli.imports.draft import CONVERSIONS, load_table
 from anygauge.config.describe import sections
 from anygauge.config.load import load_run_file
+from anygauge.registry import installed_plugins
+from anygauge.training.build_strategy import check_objective
 from tests.gaudi_stack.their_command import OPTIONS, VARIABLES
 from tests.helpers.runs import called
 
@@ -104,7 +106,7 @@ LLAMAFACTORY: dict[str, Any] = {
     "eval_strategy": "steps",
     "eval_steps": 500,
 }
-DATA_SETS = {
+DATA_SETS: dict[str, Any] = {
     "identity": {"file_name": "identity.json"},
     "tools": {
         "hf_hub_url": "owner/tools",
@@ -112,6 +114,7 @@ DATA_SETS = {
         "columns": {"messages": "turns", "tools": "tools"},
     },
 }
+DATA_SETS["pairs"] = {**DATA_SETS["tools"], "ranking": True, "columns": {"chosen": "better"}}
 DEEPSPEED = {
     "train_batch_size": "auto",
     "gradient_accumulation_steps": "auto",
@@ -498,13 +501,92 @@ def test_when_a_run_ends_and_what_its_result_is(
     assert {"checkpoint.result", "train.early_stopping.patience"} & found.keys() <= fields.keys()
 
 
+def pairs_of(source: dict[str, Any]) -> dict[str, Any]:
+    """Keys of Axolotl's that make a run one of pairs."""
+    return {"rl": "dpo", "sample_packing": None, "datasets": [{"path": "a/b", **source}]}
+
+
+PAIRS = pairs_of({"type": "chat_template"})
+
+
+@pytest.mark.parametrize(
+    ("base", "values", "objective", "beta", "source"),
+    [
+        (
+            AXOLOTL,
+            {**pairs_of({"type": "chat_template.default", "field_chosen": "yes"}), "rl_beta": 0.2},
+            "dpo",
+            0.2,
+            {"format": "preference", "prompt": "messages", "chosen": "yes"},
+        ),
+        (
+            AXOLOTL,
+            {**pairs_of({"type": "chat_template.argilla"}), "rl": "orpo", "orpo_alpha": 0.3},
+            "orpo",
+            0.3,
+            {"format": "preference"},
+        ),
+        (
+            AXOLOTL,
+            pairs_of({"type": {"field_prompt": "q", "prompt_format": "Q: {prompt} A:"}}),
+            "dpo",
+            None,
+            {"format": "preference", "prompt": "q", "template": "Q: {prompt} A:"},
+        ),
+        (
+            LLAMAFACTORY,
+            {"stage": "dpo", "pref_loss": "orpo", "pref_beta": 0.4, "dataset": "pairs"},
+            "orpo",
+            0.4,
+            {"format": "preference", "prompt": "conversations", "chosen": "better"},
+        ),
+        (
+            TRL,
+            {"loss_type": ["sigmoid"], "beta": 0.5, "packing": None, "discopop_tau": 0.05},
+            "dpo",
+            0.5,
+            {"template": "{prompt}"},
+        ),
+    ],
+)
+def test_preferences(
+    tmp_path: Path,
+    base: dict[str, Any],
+    values: dict[str, Any],
+    objective: str,
+    beta: float | None,
+    source: dict[str, Any],
+) -> None:
+    beside = [write(tmp_path, "sets.json", DATA_SETS), write(tmp_path, "ds.json", DEEPSPEED)]
+    file, target = write(tmp_path, "a.yaml", {**base, **values}), tmp_path / "run.yaml"
+    more = beside if base is LLAMAFACTORY else []
+    done = called(["import", file, *more, "--output", target])
+    assert done.returncode == 0, done.stderr
+    run = yaml.safe_load(target.read_text())
+    assert (run["objective"], run.get("objective_options", {}).get("beta")) == (objective, beta)
+    assert source.items() <= run["data"]["train"].items()
+    assert (run["adapter"]["dropout"], run["data"]["loss_on"]) == (0.0, "answer")
+    check_objective(load_run_file(target), installed_plugins())
+
+
+def test_the_reference_of_dpo_needs_an_adapter(tmp_path: Path) -> None:
+    values = {**AXOLOTL, **PAIRS, "adapter": None}
+    file = write(tmp_path, "a.yaml", {**values, "load_in_4bit": False})
+    done = called(["import", file])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "--set adapter.r=...: the reference of dpo is the model without" in done.stderr
+    assert imported(file, "--set", "adapter.r=8")["adapter.r"] == 8
+
+
 # -- what is refused ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"rl": "dpo"}, "rl: dpo: instead: TRL"),
+        ({"rl": "kto"}, "rl: kto: instead: TRL"),
+        ({"lora_modules_to_save": ["embed_tokens"], **PAIRS}, "in a run before"),
+        ({"datasets": [{"path": "a/b", "type": "chatml.ultra"}], "rl": "dpo"}, "template.argilla"),
         ({"qat": {"group_size": 32}}, "qat: {group_size: 32}: instead"),
         ({"optimizer": "came_pytorch"}, "came_pytorch: instead: train.optimizer.name: adamw"),
         ({"lr_scheduler": "rex"}, "train.schedule.name: constant, linear, cosine, warmup"),

@@ -48,8 +48,12 @@ DEGREES |= {"tensor_parallel_size": "tp", "context_parallel_size": "cp"}
 SPEED_PLUGINS = ("CutCrossEntropyPlugin", "LigerPlugin", "KernelsPlugin", "ExpertParallelPlugin")
 ROLES = {"user": {"user", "human"}, "assistant": {"assistant", "gpt"}}
 ROLES |= {"system": {"system"}, "tool": {"tool", "observation"}}
+CHATS = {"dpo": ["chat_template.default", "chat_template.argilla_chat", "chat_template"]}
+CHATS |= {"orpo": ["chat_template.argilla"]}
+"""Objective -> types of data sets of pairs."""
+TYPES = ("alpaca", "chat_template", "completion")
 SOURCE = {"name": "subset", "split": "split", "revision": "revision"}
-SOURCE |= {"field_tools": "tools", "field_system": "system"}
+SOURCE |= {f"field_{name}": name for name in ("tools", "system", "prompt", "chosen", "rejected")}
 """Keys of a data set -> fields of a source."""
 SOURCE_IDLE = {"field_thinking", "template_thinking_key", "ds_type", "trust_remote_code"}
 SOURCE_IDLE |= {"preprocess_shards"}
@@ -63,6 +67,7 @@ def read_axolotl(draft: Draft) -> None:
         draft.block("base_model", name, "the model that it was made from, with model.quantize")
     put_engine(draft)
     _put_ranks(draft)
+    _put_objective(draft)
     whole = draft.number("batch_size")
     if whole and not draft.keys.get("gradient_accumulation_steps"):
         micro = draft.keys.get("micro_batch_size") or 1
@@ -103,6 +108,17 @@ def _put_ranks(draft: Draft) -> None:
     workers = draft.number("ray_num_workers", ranks)
     if draft.devices is None and workers > 1:
         draft.devices = workers // draft.nodes
+
+
+def _put_objective(draft: Draft) -> None:
+    """DPO or ORPO; any other `rl` is left for the table."""
+    if (name := draft.keys.get("rl")) in CHATS:
+        draft.keys |= {f"trl.{key}": value for key, value in draft.mapping("trl").items()}
+        betas = ("orpo_alpha", "dpo_beta", "rl_beta", "trl.beta")
+        adapted = bool(draft.keys.get("adapter"))
+        trainer.put_objective(draft, draft.take("rl"), given("rl", name), adapted, *betas)
+    if name == "orpo":
+        draft.change("orpo: TRL's token loss counts the prompt as well; here the chosen answer")
 
 
 def _put_adapter(draft: Draft) -> None:
@@ -147,12 +163,13 @@ def _put_vocabulary(draft: Draft) -> None:
     model = str(draft.at("model.name")).lower()
     own = next((ends for family, *ends in ENDS if re.search(family, model)), ["", ""])
     sources = draft.at("data.train") or []
-    formats = {one["format"].value for one in ([sources] if isinstance(sources, dict) else sources)}
+    sources = [sources] if isinstance(sources, dict) else sources
+    formats = {one.get("template", one["format"]).value for one in sources}
     for kind, token in special.items():
         key = f"special_tokens.{kind}"
         if kind in ("pad_token", "unk_token") or token == {"bos_token": own[0]}.get(kind, own[1]):
             draft.skip(key, token, "naming")
-        elif kind == "eos_token" and formats <= {"messages", "sharegpt"}:
+        elif kind == "eos_token" and formats <= {"messages", "sharegpt", "preference"}:
             draft.change(f"{key}: {token}: here the chat template ends a turn")
         elif kind == "eos_token":
             draft.put("model.eos_token", token, f"{key}: {token}")
@@ -239,27 +256,46 @@ def _source(draft: Draft, place: str, one: Any, templates: list[Any]) -> dict[st
     left = {k: value for k, value in one.items() if value not in BLANK and k not in SOURCE_IDLE}
     name, files = left.pop("path"), as_list(left.pop("data_files", []))
     kind = left.pop("type", "completion" if "field" in left else None)
+    if isinstance(kind, dict) and draft.at("objective"):
+        kind, left = None, left | {k: v for k, v in kind.items() if v not in BLANK}
     if len(files) > 1:
         draft.block(f"{place}.data_files", files, "one source for each file")
     path = f"hf://datasets/{name}/{files[0]}" if files else draft.path(name)
     found = {"path": Leaf(path, given("path", name))}
     for key in SOURCE.keys() & left.keys():
         found[SOURCE[key]] = Leaf(left[key], given(key, left.pop(key)))
-    origin = given("type", kind)
-    if kind in ("chat_template", "chat_template.default"):
+    origin, pairs = given("type", kind), CHATS.get(draft.at("objective"))
+    if pairs and kind is None:
+        found |= _pairs(draft, left, "rows of texts", place)
+    elif kind in (pairs or ("chat_template", "chat_template.default")):
         own, named = left.pop("chat_template_jinja", None), left.pop("chat_template", None)
         templates.append((own or named, bool(left.pop("drop_system_message", False))))
-        found |= _turns(draft, left, origin, place)
-    elif kind in ("completion", "pretrain"):
+        found |= (_pairs if pairs else _turns)(draft, left, origin, place)
+    elif not pairs and kind in ("completion", "pretrain"):
         found |= {"format": Leaf("text", origin), "text": Leaf(left.pop("field", "text"), "field")}
-    elif kind in ("alpaca", None):
+    elif not pairs and kind in ("alpaca", None):
         found["format"] = Leaf("alpaca" if kind else "tokens", origin)
     else:
         found["format"] = Leaf("auto", origin)
-        draft.block(f"{place}.type", kind, "alpaca, chat_template or completion")
+        draft.block(f"{place}.type", kind, ", ".join(pairs or TYPES))
     for key, value in left.items():
         if value is not False:
             draft.block(f"{place}.{key}", value, "a source: docs/run-file.md#datatrain")
+    return found
+
+
+def _pairs(draft: Draft, left: dict[str, Any], origin: str, place: str) -> dict[str, Leaf]:
+    """The format of pairs: of turns, where a type is named, or of texts."""
+    found, column = {"format": Leaf("preference", origin)}, left.get("field_messages", "messages")
+    _turns(draft, left, origin, place)  # which checks roles and the keys of a turn
+    if "chat_template" in origin:
+        if "argilla" not in origin:
+            found["prompt"] = Leaf(column, given("field_messages", column))
+        draft.change("pairs: a prompt and answers of text are turns there, and go through "
+                     "data.train.template here; TRL adds the tokenizer's start and end to what the "
+                     "chat template wrote, here the template writes both")  # fmt: skip
+    elif "{system}" not in str(left.get("prompt_format")):
+        found["template"] = Leaf(left.pop("prompt_format", "{prompt}"), "prompt_format")
     return found
 
 

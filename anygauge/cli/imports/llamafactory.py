@@ -7,7 +7,7 @@ from typing import Any
 
 from anygauge.cli.imports.draft import Draft, Leaf, targets
 from anygauge.cli.imports.engine_files import find_beside, put_engine, read_mapping
-from anygauge.cli.imports.trainer import put_share, put_training
+from anygauge.cli.imports.trainer import put_objective, put_share, put_training
 from anygauge.interface import RunFileError
 
 FAMILIES = {
@@ -23,6 +23,8 @@ FAMILIES = {
     "deepseek3": "deepseek-v3",
 }
 """Its templates -> models whose own tokenizer has the template that it is like."""
+OBJECTIVES = {"sigmoid": "dpo", "orpo": "orpo"}
+"""Its losses of pairs -> ours."""
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output"}
 COLUMNS |= {"system": "system", "history": "history"}
 TAGS = {"from", "role", "value", "content", "human", "user", "gpt", "assistant", "system"}
@@ -32,8 +34,12 @@ TAGS |= {"observation", "tool", "function_call", "function"}
 def read_llamafactory(draft: Draft) -> None:
     """Read LLaMA-Factory's keys."""
     stage, kind = draft.take("stage", "sft"), draft.take("finetuning_type", "lora")
-    if stage not in ("sft", "pt"):
-        draft.block("stage", stage, "stage: sft or pt; TRL for the others")
+    loss = draft.take("pref_loss", "sigmoid")
+    if stage == "dpo" and loss in OBJECTIVES:
+        key = f"stage: dpo, pref_loss: {loss}"
+        put_objective(draft, OBJECTIVES[loss], key, kind == "lora", "pref_beta")
+    elif stage not in ("sft", "pt"):
+        draft.block("stage", f"{stage}, pref_loss: {loss}", "stage: sft, pt or dpo; TRL for others")
     name = draft.note("model.name", draft.take("model_name_or_path"), "model_name_or_path")
     if re.search("awq|gptq|aqlm|-int4", str(name), re.IGNORECASE):
         draft.block("model_name_or_path", name, "the model that it was made from: model.quantize")
@@ -137,8 +143,11 @@ def _source(
             found[field] = Leaf(entry[theirs], f"{key}: {theirs}")
     if most is not None:
         found["limit"] = Leaf(min(most, entry.get("num_samples", most)), f"max_samples: {most}")
-    if entry.get("ranking") or {"images", "videos", "audios", "chosen", "kto_tag"} & columns.keys():
-        draft.block(key, "images, sound or preferences", "rows of text with answers")
+    pairs = draft.at("objective") is not None
+    media = {"images", "videos", "audios", "kto_tag"} & columns.keys()
+    if media or pairs != bool(entry.get("ranking")) or (pairs and not chat):
+        usable = "chats, with ranking: true" if pairs else "rows of text with answers"
+        draft.block(key, "images, sound or preferences", usable)
     elif entry.keys() & {"folder", "script_url"} or (
         chat and {*entry.get("tags", {}).values()} - TAGS
     ):
@@ -146,6 +155,11 @@ def _source(
     elif stage == "pt":
         found["format"] = Leaf("text", "stage: pt")
         found["text"] = Leaf(columns.get("prompt", "instruction"), key)
+    elif pairs:
+        found["format"] = Leaf("preference", f"{key}: ranking")
+        columns = {"messages": "conversations", **columns}
+        for name, column in columns.items():
+            found["prompt" if name == "messages" else name] = Leaf(column, f"{key}: columns")
     elif chat:
         found["format"] = Leaf("sharegpt", f"{key}: formatting")
         found["conversations"] = Leaf(columns.get("messages", "conversations"), f"{key}: columns")

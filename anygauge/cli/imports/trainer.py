@@ -24,6 +24,9 @@ WSD = "warmup_stable_decay"
 WSD_SETTINGS = {"num_decay_steps": "num_decay_steps", "decay_type": "decay_type"}
 WSD_SETTINGS |= {"min_lr_ratio": "final_ratio"}
 """Its settings there -> fields of ours."""
+NOT_FACTORS = ("lora_modules_to_save", "additional_target", "tokens", "add_tokens")
+NOT_FACTORS += ("add_special_tokens", "lora_model_dir")
+"""Keys of what else than new factors an adapter has."""
 BY_STEPS = "with train.eval_every: evaluations are counted in steps"
 
 
@@ -33,13 +36,18 @@ def read_trainer(draft: Draft) -> None:
     adapter: dict[str, Any] = {}
     put_engine(draft)
     put_training(draft, "bfloat16" if trl else "float32")
+    adapted = bool(draft.take("use_peft", trl and any("lora_" in key for key in draft.keys)))
+    if trl and draft.keys.get("loss_type") in ("sigmoid", ["sigmoid"]):
+        draft.usual("train.optimizer.lr", 1e-6)
+        draft.forget("f_alpha_div|discopop_tau|ref_model_(mixup|sync_st)")
+        put_objective(draft, "dpo", given("loss_type", draft.take("loss_type")), adapted, "beta")
     if draft.take("load_in_4bit"):
         draft.put("model.quantize.type", "nf4", "load_in_4bit: true")
         double = bool(draft.take("use_bnb_nested_quant"))
         draft.put("model.quantize.double_quantization", double, "use_bnb_nested_quant")
     elif draft.take("load_in_8bit"):
         draft.put("model.quantize.type", "int8", "load_in_8bit: true")
-    if not draft.take("use_peft", trl and any("lora_" in key for key in draft.keys)):
+    if not adapted:
         draft.forget("lora_|use_rs|use_dora")
     else:
         adapter = {"r": 16, "alpha": 32, "dropout": 0.05, "targets": ["q_proj", "v_proj"]}
@@ -69,6 +77,24 @@ def read_trainer(draft: Draft) -> None:
     draft.needed["data.loss_on"] = (
         "TRL goes by the columns: `answer` for prompt and completion, `all` for messages or text"
     )
+
+
+def put_objective(draft: Draft, name: str, key: str, adapted: bool, *betas: str) -> None:
+    """The loss of pairs, before the keys of adapter and rows are read. `betas` are keys of its
+    factor, the last that is given counts."""
+    draft.put("objective", name, key)
+    draft.put("data.loss_on", "answer", key)
+    draft.forget("train_on_(inputs|prompt)$|mask_history$")
+    for theirs in betas:
+        draft.note("objective_options.beta", draft.number(theirs), theirs)
+    if adapted:
+        dropout = given("lora_dropout", draft.take("lora_dropout", "default"))
+        draft.put("adapter.dropout", 0.0, f"{dropout}, which is off there for pairs")
+    if name == "dpo" and not adapted:
+        draft.needed["adapter.r"] = "the reference of dpo is the model without its adapter"
+    for theirs in NOT_FACTORS if name == "dpo" else ():
+        if isinstance(draft.keys.get(theirs), list | str) and (value := draft.take(theirs)):
+            draft.block(theirs, value, "train it in a run before (objective: sft), and merge it")
 
 
 def put_training(draft: Draft, precision: str) -> None:
