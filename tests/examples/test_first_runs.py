@@ -4,6 +4,7 @@ of theirs."""
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -77,13 +78,28 @@ def test_qlora_trains(tmp_path: Path) -> None:
     assert "nf4" in json.dumps(record)
 
 
-def test_chat_trains(tmp_path: Path) -> None:
-    tiny_model().save_pretrained(tmp_path / "model")
-    tokenizer = make_chat_tokenizer(tmp_path / "model")
+def save_chat_model(folder: Path) -> None:
+    tiny_model().save_pretrained(folder)
+    tokenizer = make_chat_tokenizer(folder)
     tokenizer.chat_template = template("chatml")
-    tokenizer.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(folder)
+
+
+def test_chat_trains(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "model")
     run = trained("chat", tmp_path, CHATS)
     assert all(tokens > 0 for tokens in run.steps("num_loss_tokens"))
+
+
+def test_dpo_trains(tmp_path: Path) -> None:
+    save_chat_model(tmp_path / "model")
+    rows = [
+        {"chosen": row["messages"], "rejected": [*row["messages"][:3], assistant("2")]}
+        for row in CHATS
+    ]
+    run = trained("dpo", tmp_path, rows)
+    assert run.steps("num_pairs") == [4, 4, 4]
+    assert run.evaluations()[0] == pytest.approx(math.log(2), abs=1e-3)
 
 
 def test_moe_trains_on_one_device(tmp_path: Path) -> None:

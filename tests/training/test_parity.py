@@ -187,3 +187,24 @@ def test_ranks_learn_what_one_learns(
         assert found.keys() == expected.keys() and changed(found) == changed(expected), word
         for name, tensor in found.items():
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=2e-4, msg=name)
+
+
+@pytest.mark.parametrize("gather", ["flat", "layer"])
+def test_a_checkpoint_after_an_evaluation_leaves_ranks_alike(gather: str, tmp_path: Path) -> None:
+    # peft asks whole modules for their state where rank 0 saves, upon which FSDP2 reshards there.
+    changes: dict[str, Any] = {
+        "model": {"name": str(save_tiny(tmp_path / "base"))},
+        "adapter": {"r": 4, "modules_to_save": ["embed_tokens"]},
+        "data": {"eval_fraction": 0.25},
+        "train": {"steps": 2, "eval_every": 1, "optimizer": {"lr": 5e-3}},
+        "checkpoint": {"every": 1},
+        "precision": {"param_dtype": "float32"},
+    }
+    two = {"strategy": {"name": "fsdp", "gather": gather}, "launch": {"devices": 2}}
+    files = [
+        run_file(tmp_path, **changes, **each, name=name)
+        for name, each in (("one", {"strategy": {"name": "single"}}), ("two", two))
+    ]
+    one, other = finished([RunPart(file=str(file)) for file in files], timeout_s=120)
+    assert other.steps("loss") == pytest.approx(one.steps("loss"), rel=TOLERANCE)
+    assert other.evaluations() == pytest.approx(one.evaluations(), rel=TOLERANCE)

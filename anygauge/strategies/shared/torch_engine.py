@@ -157,12 +157,15 @@ class TorchEngine:
     ) -> Sequence[Tensor]:
         """See `Engine.evaluate`."""
         self._set_weights("eval")
-        return summed_losses(self.model, self._backend, batches, loss_function)
+        sums = summed_losses(self.model, self._backend, batches, loss_function)
+        self._reshard()
+        return sums
 
     def logits(self, batch: DeviceBatch) -> Tensor | None:
         """See `Engine.logits`."""
         self._set_weights("eval")
         logits = self._join_logits(logits_of(self.model, self._backend, batch))
+        self._reshard()
         return logits.to(HOST_DEVICE, torch.float32)
 
     def parameter_shape(self, parameter: nn.Parameter) -> tuple[int, ...]:
@@ -226,9 +229,13 @@ class TorchEngine:
         if switch := getattr(self._optimizer, mode, None):
             switch()
             self._copy_masters()
-            for module in self.model.modules():
-                if isinstance(module, FSDPModule):  # it may still have the other ones gathered
-                    module.reshard()
+
+    def _reshard(self) -> None:
+        """Give gathered weights up on all ranks, as backward does. Otherwise `state_dict`, which
+        peft calls where rank 0 saves, would do so there alone, and ranks gather differently."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @torch.no_grad()
     def _copy_masters(self) -> None:
