@@ -585,7 +585,7 @@ def test_the_reference_of_dpo_needs_an_adapter(tmp_path: Path) -> None:
     ("values", "said"),
     [
         ({"rl": "kto"}, "rl: kto: instead: TRL"),
-        ({"lora_modules_to_save": ["embed_tokens"], **PAIRS}, "in a run before"),
+        ({"lora_model_dir": "./old", **PAIRS}, "merge it: the reference is the base alone"),
         ({"datasets": [{"path": "a/b", "type": "chatml.ultra"}], "rl": "dpo"}, "template.argilla"),
         ({"qat": {"group_size": 32}}, "qat: {group_size: 32}: instead"),
         ({"optimizer": "came_pytorch"}, "came_pytorch: instead: train.optimizer.name: adamw"),

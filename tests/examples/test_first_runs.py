@@ -35,6 +35,7 @@ MIXTURE: dict[str, Any] = {
 def test_they_are_read_as_they_stand(path: Path, tmp_path: Path) -> None:
     # Their rows are on the hub. This row has the columns of each.
     rows = [{**QUESTIONS[0], **CHATS[0], "instruction": "Add 1.", "output": "1"}]
+    rows[0] |= {"chosen": "1", "rejected": "2"}
     at = write_rows(tmp_path, rows * 40)
     overrides = [f"data.train.path={at}", "backend_options=null"]
     request = read_request(path, overrides, {"backend": "cpu"}, need_device=False)

@@ -257,7 +257,8 @@ def _source(draft: Draft, place: str, one: Any, templates: list[Any]) -> dict[st
     name, files = left.pop("path"), as_list(left.pop("data_files", []))
     kind = left.pop("type", "completion" if "field" in left else None)
     if isinstance(kind, dict) and draft.at("objective"):
-        kind, left = None, left | {k: v for k, v in kind.items() if v not in BLANK}
+        left |= {k: v for k, v in kind.items() if v not in BLANK}
+        kind = None
     if len(files) > 1:
         draft.block(f"{place}.data_files", files, "one source for each file")
     path = f"hf://datasets/{name}/{files[0]}" if files else draft.path(name)

@@ -157,9 +157,8 @@ def _source(
         found["text"] = Leaf(columns.get("prompt", "instruction"), key)
     elif pairs:
         found["format"] = Leaf("preference", f"{key}: ranking")
-        columns = {"messages": "conversations", **columns}
-        for name, column in columns.items():
-            found["prompt" if name == "messages" else name] = Leaf(column, f"{key}: columns")
+        columns["prompt"] = columns.pop("messages", "conversations")
+        found |= {name: Leaf(column, f"{key}: columns") for name, column in columns.items()}
     elif chat:
         found["format"] = Leaf("sharegpt", f"{key}: formatting")
         found["conversations"] = Leaf(columns.get("messages", "conversations"), f"{key}: columns")

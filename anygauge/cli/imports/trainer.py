@@ -24,9 +24,6 @@ WSD = "warmup_stable_decay"
 WSD_SETTINGS = {"num_decay_steps": "num_decay_steps", "decay_type": "decay_type"}
 WSD_SETTINGS |= {"min_lr_ratio": "final_ratio"}
 """Its settings there -> fields of ours."""
-NOT_FACTORS = ("lora_modules_to_save", "additional_target", "tokens", "add_tokens")
-NOT_FACTORS += ("add_special_tokens", "lora_model_dir")
-"""Keys of what else than new factors an adapter has."""
 BY_STEPS = "with train.eval_every: evaluations are counted in steps"
 
 
@@ -92,9 +89,8 @@ def put_objective(draft: Draft, name: str, key: str, adapted: bool, *betas: str)
         draft.put("adapter.dropout", 0.0, f"{dropout}, which is off there for pairs")
     if name == "dpo" and not adapted:
         draft.needed["adapter.r"] = "the reference of dpo is the model without its adapter"
-    for theirs in NOT_FACTORS if name == "dpo" else ():
-        if isinstance(draft.keys.get(theirs), list | str) and (value := draft.take(theirs)):
-            draft.block(theirs, value, "train it in a run before (objective: sft), and merge it")
+    if name == "dpo" and (start := draft.take("lora_model_dir")):
+        draft.block("lora_model_dir", start, "merge it: the reference is the base alone")
 
 
 def put_training(draft: Draft, precision: str) -> None:
