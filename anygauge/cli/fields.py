@@ -20,6 +20,7 @@ from anygauge.config.describe import (
     section_summary,
 )
 from anygauge.config.json_schema import EXTENDS, run_file_schema
+from anygauge.config.plugin_sections import PluginSection
 from anygauge.config.problems import PEER_ALIASES
 from anygauge.interface import UsageError
 from anygauge.util.console import Console
@@ -77,13 +78,21 @@ def fields(
 
 
 def field_entries(places: Iterable[SectionPlace]) -> Iterator[FieldEntry]:
-    """Yield every field that is not a section; those of the run file itself come first."""
+    """Yield every field that is not a section; those of the run file itself come first.
+
+    Of what all plugins of a kind have, the default's stands for all.
+    """
     yield FieldEntry("extends", "text or list of text", "null", EXTENDS, "")
     for place in places:
-        for name, field in place.section.model_fields.items():
+        section, known = place.section, set[str]()
+        if issubclass(section, PluginSection) and section.plugin_name != section.default_plugin:
+            known = section.of_all().model_fields.keys() - {"name"}
+        for name, field in section.model_fields.items():
+            if name in known:
+                continue
             path, kind = ".".join((*place.path, name)), str(field_kind(field))
             if kind != "section":
-                texts = default_text(field), meaning_in(place.section, name)
+                texts = default_text(field), meaning_in(section, name)
                 yield FieldEntry(path, kind, *texts, place.owner)
 
 

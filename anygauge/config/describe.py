@@ -177,9 +177,11 @@ def _kind_with(strategy: Any, optimizer: Any) -> Kind:
     def field(section: Any) -> Any:
         return section, Field(default_factory=section)
 
-    train = create_model("TrainSection", __base__=TrainSection, optimizer=field(optimizer))
-    fields: Any = {"strategy": field(strategy), "train": field(train)}
-    return Kind(create_model("RunFile", __base__=RunFile, **fields))
+    def with_fields(base: Any, **fields: Any) -> Any:
+        return create_model(base.__name__, __base__=base, __doc__=base.__doc__, **fields)
+
+    train = with_fields(TrainSection, optimizer=field(optimizer))
+    return Kind(with_fields(RunFile, strategy=field(strategy), train=field(train)))
 
 
 def field_kind(field: FieldInfo) -> Kind:

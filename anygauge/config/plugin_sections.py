@@ -42,8 +42,12 @@ class PluginSection(Section):
             PluginError: several claim the name, or its fields cannot be read.
         """
         find = getattr(installed_plugins(), f"find_{cls.plugin_kind}")
-        base = next(one for one in cls.__mro__ if PluginSection in one.__bases__)
-        return _section_class(base, find(cls.default_plugin if name is None else name))
+        return _section_class(cls.of_all(), find(cls.default_plugin if name is None else name))
+
+    @classmethod
+    def of_all(cls) -> type[Self]:
+        """The section with the fields that all plugins of this kind have."""
+        return next(one for one in cls.__mro__ if PluginSection in one.__bases__)
 
     @classmethod
     def of_default(cls) -> Self:

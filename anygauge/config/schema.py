@@ -11,6 +11,7 @@ errors everywhere. Nothing here imports torch.
 from __future__ import annotations
 
 import contextlib
+import functools
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -398,7 +399,7 @@ class RunFile(Section):
             )
         return self
 
-    @property
+    @functools.cached_property
     def objective_spec(self) -> ObjectiveSpec:
         """What the objective's plugin announces."""
         return installed_plugins().find_objective(self.objective).spec
