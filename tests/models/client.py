@@ -8,21 +8,12 @@ Imports nothing of anygauge, which need not be there.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
-import subprocess
+import runpy
 import sys
 from pathlib import Path
 from typing import Any
-
-CONVERT = """
-import runpy, sys
-sys.path.insert(0, {folder!r})
-import conversion.base
-# No converter knows the tokenizer of a test; the token numbers are given.
-conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-sys.argv = [{script!r}, *{arguments!r}]
-runpy.run_path({script!r}, run_name="__main__")
-"""
 
 
 def with_transformers(question: dict[str, Any], base: str, folder: str) -> dict[str, Any]:
@@ -56,18 +47,30 @@ def converted(question: dict[str, Any], kind: str, folder: str, *options: str) -
     """The GGUF file of a folder, in float32."""
     output = Path(question["work"]) / (folder.strip("/").replace("/", "-") + ".gguf")
     if not output.exists():
-        llama = Path(question["llama_cpp"])
-        code = CONVERT.format(
-            folder=str(llama),
-            script=str(llama / f"convert_{kind}_to_gguf.py"),
-            arguments=[*options, "--outtype", "f32", "--outfile", str(output), folder],
-        )
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-        if done.returncode:
+        sys.path.insert(0, question["llama_cpp"])
+        import conversion.base  # here, since each process would need seconds for it
+
+        # No converter knows the tokenizer of a test; the token numbers are given.
+        conversion.base.TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
+        script = Path(question["llama_cpp"]) / f"convert_{kind}_to_gguf.py"
+        arguments = [*options, "--outtype", "f32", "--outfile", str(output), folder]
+        log = output.with_suffix(".log")
+        fork = multiprocessing.get_context("fork")
+        child = fork.Process(target=convert, args=(str(script), arguments, log))
+        child.start()
+        child.join()
+        if child.exitcode:
             output.unlink(missing_ok=True)
-            lines = [line for line in done.stderr.splitlines() if line.strip()]
+            lines = [line for line in log.read_text().splitlines() if line.strip()]
             raise RuntimeError(f"refused: {lines[-1]}")
     return str(output)
+
+
+def convert(script: str, arguments: list[str], log: Path) -> None:
+    """Run a converter in this process; what it reports goes to a file."""
+    os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
+    sys.argv = [script, *arguments]
+    runpy.run_path(script, run_name="__main__")
 
 
 def answered(model: str, question: dict[str, Any], adapter: str | None = None) -> list[float]:

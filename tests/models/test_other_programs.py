@@ -30,6 +30,12 @@ IDS = list(range(3, 35))
 MOVED = 0.2
 """Of log-probabilities: what training changes at least, beside which errors are small."""
 
+ROUTED = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+BASES: dict[str, dict[str, Any]] = {
+    "base": {},
+    "tied": {"tie_word_embeddings": True},
+    "mixture": {"model_type": "qwen3_moe", "head_dim": 8, "norm_topk_prob": True, **ROUTED},
+}
 ADAPTERS: dict[str, dict[str, Any]] = {
     "plain LoRA": {},
     "rsLoRA": {"rslora": True, "r": 16},
@@ -38,21 +44,34 @@ ADAPTERS: dict[str, dict[str, Any]] = {
         "groups": [{"targets": ["gate_proj", "up_proj"], "r": 2, "alpha": 16}],
     },
     "DoRA": {"dora": True},
+    "PiSSA": {"init": "pissa"},
     "new tokens": {},
+    "new tokens, tied": {},
+    "whole embeddings": {"modules_to_save": ["embed_tokens", "lm_head"]},
+    "whole norms": {"modules_to_save": ["input_layernorm"]},
+    "attention, mixture": {},
+    "experts, mixture": {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+    "router, mixture": {"modules_to_save": ["mlp.gate"]},
 }
-RESULTS = (*ADAPTERS, "merged", "merged DoRA", "merged new tokens", "model", "model, drawn")
+MERGED = {name: f"merged {name}" for name in ADAPTERS if name not in ("plain LoRA", "rsLoRA")}
+RESULTS = (*ADAPTERS, *MERGED.values(), "model", "model, mixture", "model, drawn")
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
     """A program: variables that name where it is, what it runs as, how far its log-probabilities
-    may be from the trained model's, and results that it refuses, each with a part of its error."""
+    may be from the trained model's, results that it refuses, each with a part of its error, and
+    those of which it leaves a part out, with at most a warning (docs/results.md names them)."""
 
     needs: tuple[str, ...]
     script: str
     close: float
     refuses: Mapping[str, str] = field(default_factory=dict)
+    wrong: tuple[str, ...] = ()
 
+
+NOT_AS_GGUF = ("DoRA", "new tokens", "new tokens, tied", "whole embeddings")
+NOT_AS_GGUF += ("experts, mixture", "router, mixture")
 
 CLIENTS = {
     "transformers here": Program((), "transformers", 1e-4),
@@ -62,22 +81,25 @@ CLIENTS = {
         1e-4,
         # peft 0.17 knows no rows of an output layer that is not the embedding.
         refuses={"new tokens": "no attribute 'embedding_dim'"},
+        # There, experts are layers: peft finds none of the tensors that have the factors.
+        wrong=("experts, mixture",),
     ),
     "llama.cpp": Program(
         ("ANYGAUGE_CLIENTS_LLAMA", "ANYGAUGE_LLAMA_CPP"),
         "llama",
         1e-2,  # its cache of keys and values has 16 bits
-        refuses={"DoRA": "refused: ", "new tokens": "refused: "},
+        refuses=dict.fromkeys(NOT_AS_GGUF, "refused: "),
+        wrong=("whole norms",),  # the converter writes them, the runtime skips them
     ),
 }
 
 
-def as_published(folder: Path) -> Path:
+def as_published(folder: Path, **changes: Any) -> Path:
     """A base as the hub has most: saved by transformers 4, with a rope of its own."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     tokenizer = make_tokenizer(folder, adds_bos=False)
-    fields = {**TINY, "vocab_size": len(tokenizer)}
+    fields = {**TINY, "vocab_size": len(tokenizer), **changes}
     torch.manual_seed(0)
     rope = {"rope_type": "default", "rope_theta": 500_000.0}
     model = AutoModelForCausalLM.from_config(
@@ -88,10 +110,10 @@ def as_published(folder: Path) -> Path:
             torch.nn.init.normal_(parameter, std=0.2)
     model.save_pretrained(folder)
     written = {
-        **fields,
-        **{"architectures": ["LlamaForCausalLM"], "rope_theta": 500_000.0, "rope_scaling": None},
+        **{"architectures": [type(model).__name__], "rope_theta": 500_000.0, "rope_scaling": None},
         **{"torch_dtype": "float32", "tie_word_embeddings": False, "rms_norm_eps": 1e-6},
         **{"bos_token_id": 0, "eos_token_id": 1, "transformers_version": "4.44.0"},
+        **fields,
     }
     (folder / "config.json").write_text(json.dumps(written))
     path = folder / "tokenizer_config.json"
@@ -104,7 +126,7 @@ def as_published(folder: Path) -> Path:
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, str]]:
     """Result -> base, folder."""
     folder = tmp_path_factory.mktemp("results")
-    base = str(as_published(folder / "base"))
+    bases = {name: str(as_published(folder / name, **fields)) for name, fields in BASES.items()}
     common: dict[str, Any] = {
         "strategy": {"name": "single"},
         "precision": {"param_dtype": "float32"},
@@ -112,25 +134,27 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[str, st
     }
     found: dict[str, tuple[str, str]] = {}
     for name, adapter in ADAPTERS.items():
+        base = bases[name.rpartition(", ")[2] if ", " in name else "base"]
         model: dict[str, Any] = {"name": base}
-        changes: dict[str, Any] = {"adapter": adapter, "name": name.replace(" ", "-").lower()}
-        if name == "new tokens":
+        changes: dict[str, Any] = {"adapter": adapter, "name": f"run-{len(found)}"}
+        if name.startswith("new tokens"):
             model |= MODEL
             changes["data"] = {"train": {"path": rows_of_text(folder)}}
         run = trained_here(run_file(folder, **common, **changes, model=model))
         found[name] = (base, str(run.folder / "adapter"))
-        if name in ("groups", "DoRA", "new tokens"):
+        if name in MERGED:
             output = str(run.folder.with_name(f"{run.folder.name}-merged"))
             assert command(["merge", str(run.folder), "--output", output]) == 0
-            found["merged" if name == "groups" else f"merged {name}"] = (base, output)
+            found[MERGED[name]] = (base, output)
     common["train"] = {**common["train"], "optimizer": {"lr": 2.0e-3}}
     for name, model in (
-        ("model", {"name": base}),
-        ("model, drawn", {"config": TINY, "tokenizer": base}),
+        ("model", {"name": bases["base"]}),
+        ("model, mixture", {"name": bases["mixture"]}),
+        ("model, drawn", {"config": TINY, "tokenizer": bases["base"]}),
     ):
         changes = {"name": name.replace(", ", "-"), "adapter": None, "model": model}
         run = trained_here(run_file(folder, **common, **changes))
-        found[name] = (base, str(run.folder / "model"))
+        found[name] = (bases["base"], str(run.folder / "model"))
     assert found.keys() == set(RESULTS)
     return found
 
@@ -214,6 +238,6 @@ def test_a_client_gives_what_was_trained(
     both = (torch.tensor(one["logprobs"]) for one in (answer, wanted))
     furthest = float(torch.dist(*both, p=torch.inf))
     print(f"{client}: {result}: {furthest:.1e}")
-    assert furthest < CLIENTS[client].close
+    assert (furthest < CLIENTS[client].close) is (result not in CLIENTS[client].wrong)
     if "encoded" in answer:
         assert answer["encoded"] == wanted["encoded"]
