@@ -111,7 +111,7 @@ def test_refusals(line: str, kind: type[Exception], words: str, hub: Hub, run: P
 def test_without_a_login_or_a_network(hub: Hub, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["push", "run", "me/new", "--base", "them/base"]
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(HubUnreachableError, match=r"to .* failed: .*refused\. Try again; check"):
+    with pytest.raises(HubUnreachableError, match=r"to .* failed: .*refused.*Try again; check"):
         command(line)
     monkeypatch.delenv("HF_TOKEN")
     with pytest.raises(UsageError, match=r"nobody is logged in to the hub: hf auth login, or set"):
