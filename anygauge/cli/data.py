@@ -89,11 +89,11 @@ def data(
         console.print(f"  {short}", style="yellow")
     _show_padding(console, run, trained, Layout.of(run, share, tokenizer.pad_token_id, shapes))
     in_color = console.is_terminal and not console.no_color
-    rows = min(rows, len(trained))
-    for number in range(rows):
-        tokens = trained.tokens(
-            number * len(trained) // rows
-        )  # evenly spaced, the first among them
+    each = 1 + pairs  # both answers of a pair
+    rows = min(rows, len(trained) // each)
+    for place in range(rows * each):  # evenly spaced, the first among them
+        number, answer = divmod(place, each)
+        tokens = trained.tokens(number * (len(trained) // each) // rows * each + answer)
         console.print(f"\n{tokens.origin}  {len(tokens.ids):,} tokens", style="bold")
         console.print(example_text(tokenizer, tokens, in_color=in_color))
 
@@ -181,7 +181,8 @@ def _show_padding(console: Console, run: RunFile, rows: TokenizedRows, layout: L
         weights=tuple(source.weight for source in run.data.train_sources),
     )
     chosen = (run.data.packs, run.data.group_by_length)
-    titles = ("One epoch", "Sequences", "Steps", "Positions", "Padding", "Filled")
+    unit = "Pairs" if layout.pairs else "Sequences"
+    titles = ("One epoch", unit, "Steps", "Positions", "Padding", "Filled")
     shown: list[tuple[str, ...]] = [titles]
     for title, packing, grouping in (
         ("padded", False, False),

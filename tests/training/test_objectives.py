@@ -136,7 +136,10 @@ def test_every_strategy_agrees_and_resumes_what_another_began(tmp_path: Path) ->
         ({"adapter": None}, "objective: dpo compares the model with itself without its adapter"),
         ({"adapter": {"init": "pissa"}}, "adapter.init: pissa takes the first factors out"),
         ({"adapter": {"modules_to_save": ["lm_head"]}}, "adapter.modules_to_save: objective dpo"),
-        ({"model": {"new_tokens": ["rail"]}}, "model: objective dpo: its reference was tried"),
+        (
+            {"model": {"name": "x/y", "new_tokens": ["a"]}},
+            "model: objective dpo: its reference was tried",
+        ),
         ({"data": {"packing": True}}, "data.packing: objective dpo: a sequence holds one answer"),
         ({"data": {"streaming": True}}, "data.streaming: objective dpo: pairs are tokenized"),
         ({"objective_options": {"bta": 1}}, "objective_options.bta: the dpo objective has no such"),

@@ -51,7 +51,6 @@ ROLES |= {"system": {"system"}, "tool": {"tool", "observation"}}
 CHATS = {"dpo": ["chat_template.default", "chat_template.argilla_chat", "chat_template"]}
 CHATS |= {"orpo": ["chat_template.argilla"]}
 """Objective -> types of data sets of pairs."""
-TYPES = ("alpaca", "chat_template", "completion")
 SOURCE = {"name": "subset", "split": "split", "revision": "revision"}
 SOURCE |= {f"field_{name}": name for name in ("tools", "system", "prompt", "chosen", "rejected")}
 """Keys of a data set -> fields of a source."""
@@ -278,7 +277,8 @@ def _source(draft: Draft, place: str, one: Any, templates: list[Any]) -> dict[st
         found["format"] = Leaf("alpaca" if kind else "tokens", origin)
     else:
         found["format"] = Leaf("auto", origin)
-        draft.block(f"{place}.type", kind, ", ".join(pairs or TYPES))
+        usable = pairs or ["alpaca, chat_template or completion"]
+        draft.block(f"{place}.type", kind, ", ".join(usable))
     for key, value in left.items():
         if value is not False:
             draft.block(f"{place}.{key}", value, "a source: docs/run-file.md#datatrain")
