@@ -183,7 +183,7 @@ def train(
     _prepare(folder)
     backend, given = subject.create(), dict(changes or {})
     # Where a strategy can choose how layers recompute, as the device needs.
-    fields = StrategySection.of_plugin(strategy).model_fields
+    fields = StrategySection.of_plugin(strategy or None).model_fields
     reentrant = backend.graph.reentrant_only and "reentrant" in fields
     run = {
         "name": name,

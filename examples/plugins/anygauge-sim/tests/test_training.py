@@ -65,7 +65,7 @@ def test_a_checkpoint_goes_from_cards_to_the_host_and_back(folder: Path) -> None
         assert rest.losses == pytest.approx(whole.losses[-len(rest.losses) :], rel=1e-4)
 
 
-CALL = "run_step(self.engine, index, batches, self.loss_function, tokens)"
+CALL = "run_step(self.engine, index, batches, self.loss_function, normalizer)"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ CALL = "run_step(self.engine, index, batches, self.loss_function, tokens)"
 def test_what_strays_to_the_host_in_the_loop_fails(
     stray: str, message: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    changed = f"run_step(self.engine, index, batches, {stray}, tokens)"
+    changed = f"run_step(self.engine, index, batches, {stray}, normalizer)"
     site = patched(tmp_path, "anygauge/training/loop.py", CALL, changed)
     monkeypatch.setenv("PYTHONPATH", str(site))
     with pytest.raises(RunFailed) as failed:
