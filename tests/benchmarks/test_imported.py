@@ -22,8 +22,8 @@ def test_files_are_counted_by_the_keys_that_keep_them_out(
 ) -> None:
     for name, more in {
         "whole.yml": "",
-        "one.yaml": "rl: dpo",
-        "two.yaml": "rl: dpo\nqat: {group_size: 32}",
+        "one.yaml": "rl: grpo",
+        "two.yaml": "rl: grpo\nqat: {group_size: 32}",
         "refused.yaml": "lora_r: -1",
         "other.yaml": None,
     }.items():
