@@ -152,13 +152,6 @@ def check_objective(run: RunFile, registry: Registry) -> None:
             f"{run.adapter.init} takes the first factors out of the base's weights, so the model "
             f"without its adapter is not the base, with which {name} compares; set it to true"
         )
-    new = run.model.new_tokens or run.model.new_special_tokens
-    for field, there in (("adapter.modules_to_save", whole_modules(run.adapter)), ("model", new)):
-        if provided.spec.reference and run.adapter is not None and there:
-            said[field] = (
-                f"objective {name}: its reference was tried without whole modules and new tokens "
-                "alone; train those in a run before (objective: sft), and merge it"
-            )
     if provided.spec.pairs:
         off = {
             "data.packing": (run.data.packs, "a sequence holds one answer of a pair"),
